@@ -1,0 +1,1 @@
+"""Projections around one op: tokens in, tokens out."""

@@ -1,0 +1,134 @@
+"""Longformer's self-attention: a window for every token, separate projections for global ones."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from longspan.ops.rows import global_attention, global_positions
+from longspan.ops.window import Visibility, window_attention
+from longspan.ops.window import visibility as describe
+
+
+class WindowAttention(nn.Module):
+    """[batch, tokens, dim] -> [batch, tokens, dim], before the output projection.
+
+    Every token attends to its window and to the global tokens through one set of projections;
+    the rows of the global tokens are computed over the whole document through a second set, which
+    starts as a copy of the first, as in the paper.
+
+    Args:
+        dim, heads: model size; head_dim = dim / heads.
+        window, dilation: as in `window_attention`.
+        dropout: on the attention weights, while training.
+        separate_global: False shares the projections, so global rows need no second set.
+        backend: of `window_attention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        window: int | tuple[int, int],
+        *,
+        dilation: int | Sequence[int] = 1,
+        dropout: float = 0.0,
+        separate_global: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+        self.heads = heads
+        self.window = window
+        self.dilation = dilation
+        self.dropout = dropout
+        self.backend = backend
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.qkv_global = nn.Linear(dim, 3 * dim) if separate_global else None
+        self.copy_global()
+
+    @torch.no_grad()
+    def copy_global(self) -> None:
+        """Make the global projections a copy of the local ones (again, after pretraining)."""
+        if self.qkv_global is not None:
+            self.qkv_global.load_state_dict(self.qkv.state_dict())
+
+    @property
+    def causal(self) -> bool:
+        return self.window == 0 or (isinstance(self.window, tuple) and self.window[1] == 0)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        global_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        seen: Visibility | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Masks as in `window_attention`, or what was made of them once for all layers: `seen`
+        from `visibility(...)` and, with separate projections, `positions` from
+        `global_positions(global_mask, most)`. Without `positions` the number of global tokens is
+        read from the mask, which on a GPU waits for it."""
+        if seen is None:
+            seen = describe(
+                hidden,
+                attention_mask=attention_mask,
+                global_mask=global_mask,
+                cu_seqlens=cu_seqlens,
+            )
+        dropout_p = self.dropout if self.training else 0.0
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        separate = self.qkv_global is not None
+        out = window_attention(
+            query,
+            key,
+            value,
+            window=self.window,
+            dilation=self.dilation,
+            visibility=seen,
+            dropout_p=dropout_p,
+            global_rows=not separate,
+            backend=self.backend,
+        ).flatten(2)
+        if not separate or seen.rank is None:
+            return out
+        if positions is None:
+            chosen = seen.is_global()
+            assert chosen is not None
+            positions = global_positions(chosen)
+        return self._merge(out, self._global_rows(hidden, seen, positions, dropout_p), positions)
+
+    def _global_rows(
+        self, hidden: Tensor, seen: Visibility, positions: Tensor, dropout_p: float
+    ) -> Tensor:
+        """[batch, g, dim]: what each global token makes of its whole document."""
+        assert self.qkv_global is not None
+        dim = hidden.shape[2]
+        query_weight, key_weight, value_weight = self.qkv_global.weight.split(dim)
+        query_bias, _, value_bias = self.qkv_global.bias.split(dim)
+        at = positions.clamp(min=0)[..., None].expand(-1, -1, dim)
+        query = linear(hidden.gather(1, at), query_weight, query_bias)
+        rows = global_attention(
+            query.unflatten(-1, (self.heads, -1)),
+            hidden,
+            key_weight,
+            value_weight,
+            value_bias,
+            positions=positions,
+            seen=seen,
+            causal=self.causal,
+            dropout_p=dropout_p,
+        )
+        return rows.flatten(2)
+
+    @staticmethod
+    def _merge(out: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Put row g of `rows` at positions[g]; empty slots go to a spare token that is cut off."""
+        tokens = out.shape[1]
+        at = torch.where(positions < 0, tokens, positions)[..., None].expand(-1, -1, out.shape[2])
+        spare = torch.nn.functional.pad(out, (0, 0, 0, 1))
+        return spare.scatter(1, at, rows.to(out.dtype))[:, :tokens]

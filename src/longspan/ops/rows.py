@@ -1,0 +1,137 @@
+"""Rows of global tokens from projections of their own, as Longformer has them.
+
+Longformer projects every token a second time so that a handful of global tokens can look at all of
+them. For g global tokens those two n x D x D products are mostly waste: the scores are
+`(q W_k) x^T` and the values `(p x) W_v`, so both weights can be applied to the g rows instead of
+to the n tokens (*late projection*). That is cheaper as long as g * heads < D, and the key's bias
+drops out altogether: it shifts all scores of a row alike.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, linear
+
+from longspan.ops.window.pattern import Visibility
+
+
+def global_positions(global_mask: Tensor, most: int | None = None) -> Tensor:
+    """Positions [batch, most] of the nonzero entries of a mask [batch, tokens], then -1.
+
+    `most` is the capacity; None reads the largest count back from the device. A row with more
+    global tokens than that is an error where the count can be seen without stalling a device.
+    """
+    chosen = global_mask != 0
+    if not chosen.is_cuda and not torch.compiler.is_compiling():
+        needed = int(chosen.sum(dim=1).max()) if chosen.numel() else 0
+        if most is not None and needed > most:
+            raise ValueError(f"{needed} global tokens in one row, but room for only {most}")
+        most = needed if most is None else most
+    elif most is None:
+        most = int(chosen.sum(dim=1).max())
+    batch, tokens = chosen.shape
+    slot = torch.where(chosen, chosen.cumsum(dim=1) - 1, most).clamp(max=most)
+    position = torch.arange(tokens, device=chosen.device).expand(batch, tokens)
+    empty = torch.full((batch, most + 1), -1, device=chosen.device)
+    return empty.scatter(1, slot, position)[:, :most]
+
+
+def global_attention(
+    query: Tensor,
+    hidden: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    value_bias: Tensor | None = None,
+    *,
+    positions: Tensor,
+    seen: Visibility | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    late: bool | None = None,
+) -> Tensor:
+    """Attention of g global tokens to all tokens of their document, [batch, g, heads, head_dim].
+
+    Args:
+        query: [batch, g, heads, head_dim], projected and with its bias.
+        hidden: [batch, tokens, dim], what keys and values are projected from.
+        key_weight, value_weight: [heads * head_dim, dim], as in `nn.Linear`. There is no key
+            bias because it cannot change the result.
+        value_bias: [heads * head_dim] or None.
+        positions: [batch, g] position of each query in `hidden`, -1 = no query: a zero row.
+        seen: padding and documents, from `visibility(...)`.
+        causal: see no token behind the query's own position.
+        dropout_p, scale: as in `window_attention`.
+        late: apply the projections to the rows (True) or to the tokens (False); by default
+            whichever is cheaper.
+    """
+    batch, rows, heads, head_dim = query.shape
+    tokens, dim = hidden.shape[1:]
+    _check(query, hidden, key_weight, value_weight, positions)
+    if late is None:
+        late = rows * heads < dim
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    key_weight = key_weight.to(query.dtype).view(heads, head_dim, dim)
+    value_weight = value_weight.to(query.dtype).view(heads, head_dim, dim)
+
+    if late:
+        folded = torch.einsum("bghd,hdD->bghD", query * scale, key_weight)
+        scores = torch.matmul(folded.flatten(1, 2), hidden.transpose(1, 2))
+        scores = scores.view(batch, rows, heads, tokens)
+    else:
+        keys = linear(hidden, key_weight.flatten(0, 1)).view(batch, tokens, heads, head_dim)
+        scores = torch.einsum("bghd,bnhd->bghn", query * scale, keys)
+
+    mask = _visible(positions, tokens, seen, causal)[:, :, None, :]
+    blank = ~mask.any(dim=-1, keepdim=True)
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    scores = scores.to(wide).masked_fill(~mask, -torch.inf).masked_fill(blank, 0.0)
+    weights = torch.softmax(scores, dim=-1).masked_fill(blank, 0.0)
+    # The weights of a row add up to one only without dropout, and to zero in a blank row.
+    weights = dropout(weights, dropout_p).to(query.dtype)
+    if late:
+        pooled = torch.matmul(weights.flatten(1, 2), hidden).view(batch, rows, heads, dim)
+        out = torch.einsum("bghD,hdD->bghd", pooled, value_weight)
+    else:
+        values = linear(hidden, value_weight.flatten(0, 1)).view(batch, tokens, heads, head_dim)
+        out = torch.einsum("bghn,bnhd->bghd", weights, values)
+    if value_bias is not None:
+        bias = value_bias.to(query.dtype).view(heads, head_dim)
+        share = weights.sum(dim=-1, keepdim=True) if dropout_p > 0 else (~blank).to(query.dtype)
+        out = out + bias * share
+    return out
+
+
+def _visible(positions: Tensor, tokens: int, seen: Visibility | None, causal: bool) -> Tensor:
+    """Bool [batch, g, tokens]."""
+    key = torch.arange(tokens, device=positions.device)
+    mask = (positions >= 0)[..., None].expand(-1, -1, tokens)
+    if causal:
+        mask = mask & (key <= positions[..., None])
+    if seen is not None and seen.start is not None and seen.stop is not None:
+        at = positions.clamp(min=0)
+        mask = mask & (key >= seen.start.gather(1, at)[..., None])
+        mask = mask & (key < seen.stop.gather(1, at)[..., None]) & (seen.stop > 0)[:, None, :]
+    return mask
+
+
+def _check(
+    query: Tensor, hidden: Tensor, key_weight: Tensor, value_weight: Tensor, positions: Tensor
+) -> None:
+    if query.dim() != 4 or hidden.dim() != 3 or query.shape[0] != hidden.shape[0]:
+        raise ValueError(
+            "query must be [batch, g, heads, head_dim] and hidden [batch, tokens, dim], got "
+            f"{tuple(query.shape)} and {tuple(hidden.shape)}"
+        )
+    wanted = (query.shape[2] * query.shape[3], hidden.shape[2])
+    for name, weight in (("key_weight", key_weight), ("value_weight", value_weight)):
+        if tuple(weight.shape) != wanted:
+            raise ValueError(
+                f"{name} must be [heads * head_dim, dim] = {wanted}, got {tuple(weight.shape)}"
+            )
+    if positions.shape != query.shape[:2] or positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"positions must be integers [batch, g] = {tuple(query.shape[:2])}, got "
+            f"{positions.dtype} {tuple(positions.shape)}"
+        )

@@ -1,0 +1,251 @@
+"""`window_attention`: check what was given, choose a backend, call it."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.ops.backends import Backend, choose
+from longspan.ops.window import autograd, dropout, reference
+from longspan.ops.window.pattern import Pattern, Visibility
+from longspan.ops.window.pattern import visibility as describe
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    return None if dtype in _FLOATS else f"it computes in floating point, not {dtype}"
+
+
+def _refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    try:
+        from longspan.ops.window import triton
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); `pip install triton` on Linux"
+    return triton.refusal(device, dtype, head_dim)
+
+
+# In the order in which `auto` tries them.
+BACKENDS = (
+    Backend("triton", "fused GPU kernels, forward and backward", _refuse_triton, home="cuda"),
+    Backend("blocked", "PyTorch on blocks, linear memory, any device", _refuse_dtype),
+    Backend("reference", "dense attention under a mask, n x n memory: the oracle", _refuse_dtype),
+)
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | tuple[int, int],
+    dilation: int | Sequence[int] = 1,
+    attention_mask: Tensor | None = None,
+    global_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    backend: str = "auto",
+    visibility: Visibility | None = None,
+    global_rows: bool = True,
+) -> Tensor:
+    """Softmax attention within a window, [batch, tokens, heads, head_dim] in and out.
+
+    Query i sees key j if both are tokens of the same document and j lies in the window of i, or
+    i is global, or j is global. Rows that see nothing are exactly zero. With `right = 0` nothing
+    sees the future, global tokens included.
+
+    Args:
+        query: [batch, tokens, heads, head_dim].
+        key, value: the same, or with fewer heads that divide the query's (grouped heads).
+        window: `(left, right)` steps, or an even int for half on each side. A query always sees
+            itself, so 512 means 513 keys.
+        dilation: tokens per step, one for all heads or one per head; 1 = none.
+        attention_mask: [batch, tokens], nonzero = token, 0 = padding.
+        global_mask: [batch, tokens], nonzero = global: sees every token, is seen by every token.
+        cu_seqlens: [documents + 1], boundaries of the documents packed in the single row,
+            from 0 to tokens. On a GPU the values are not read back (that would stall it):
+            tokens outside the boundaries are treated as padding.
+        dropout_p: probability of dropping an attention weight. The seed comes from torch's
+            generator; all backends drop the same entries for the same seed.
+        scale: factor on the scores, 1/sqrt(head_dim) by default.
+        backend: "auto", "triton", "blocked" or "reference". A named one never falls back.
+        visibility: what `visibility(...)` made of the three masks, to be reused over the layers
+            of a model; then the masks themselves are not given.
+        global_rows: False leaves global *queries* with the window and the global keys only, for
+            layers that compute the rows of global tokens from separate projections.
+    """
+    query, key, value = _check_tensors(query, key, value)
+    pattern = Pattern(
+        *_check_window(window),
+        dilation=_check_dilation(dilation, query.shape[2]),
+        scale=_check_scale(scale, query.shape[3]),
+        dropout_p=_check_dropout(dropout_p),
+        global_rows=global_rows,
+    )
+    masks = {
+        "attention_mask": attention_mask,
+        "global_mask": global_mask,
+        "cu_seqlens": cu_seqlens,
+    }
+    check_masks(query, **masks)
+    if visibility is not None and any(mask is not None for mask in masks.values()):
+        raise ValueError("give either the masks or the visibility made from them, not both")
+    chosen = choose(backend, BACKENDS, query.device, query.dtype, query.shape[3]).name
+    seed = dropout.new_seed(query.device) if pattern.dropout_p > 0 else None
+    if query.numel() == 0:
+        # Nothing to attend to; keep the graph connected.
+        return query + (key.sum() + value.sum()).to(query.dtype)
+    if chosen == "reference":
+        return _reference(query, key, value, pattern, seed, visibility, masks)
+    if visibility is None:
+        visibility = describe(query, **masks)
+    return autograd.attend(query, key, value, visibility, pattern, seed, chosen)
+
+
+def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
+    if seen is None:
+        together = reference.together_from_masks(
+            query, masks["attention_mask"], masks["cu_seqlens"]
+        )
+        chosen = None if masks["global_mask"] is None else masks["global_mask"].bool()
+    else:
+        together = reference.together_from_visibility(seen)
+        chosen = seen.is_global()
+    mask = reference.visible(query, pattern, together, chosen)
+    return reference.attend(query, key, value, mask, pattern, seed)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors, in autocast's dtype where that is on, as torch's own attention does it."""
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must be [batch, tokens, heads, head_dim], got shape {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"
+            )
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            "query, key and value must share a dtype, got "
+            f"{query.dtype}, {key.dtype}, {value.dtype}"
+        )
+    if not query.device == key.device == value.device:
+        raise ValueError(
+            "query, key and value must be on one device, got "
+            f"{query.device}, {key.device}, {value.device}"
+        )
+    if key.shape != value.shape:
+        raise ValueError(
+            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            "query and key must agree in batch, tokens and head_dim, got "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    heads, key_heads = query.shape[2], key.shape[2]
+    if heads < 1 or key_heads < 1 or heads % key_heads:
+        raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
+    return query, key, value
+
+
+def _check_window(window: int | tuple[int, int]) -> tuple[int, int]:
+    if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
+        raise TypeError(f"window must be an even int or (left, right), got {window!r}")
+    if isinstance(window, int):
+        if window < 0 or window % 2:
+            raise ValueError(
+                f"window={window} must be even and not negative (half on each side); "
+                "use (left, right) for an uneven one"
+            )
+        return window // 2, window // 2
+    if len(window) != 2 or not all(type(side) is int for side in window):
+        raise TypeError(f"window must be two ints (left, right), got {window!r}")
+    left, right = window
+    if left < 0 or right < 0:
+        raise ValueError(f"window={window!r} must not be negative on either side")
+    return left, right
+
+
+def _check_dilation(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
+    steps = (dilation,) * heads if isinstance(dilation, int) else tuple(dilation)
+    if not all(type(step) is int for step in steps):
+        raise TypeError(f"dilation must be an int or one int per head, got {dilation!r}")
+    if len(steps) != heads:
+        raise ValueError(f"dilation has {len(steps)} entries for {heads} heads: {steps}")
+    if min(steps) < 1:
+        raise ValueError(f"dilation must be at least 1 (1 = none), got {dilation!r}")
+    return steps
+
+
+def _check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(max(head_dim, 1))
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a positive number, got {scale!r}")
+    return float(scale)
+
+
+def _check_dropout(dropout_p: float) -> float:
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    return float(dropout_p)
+
+
+def check_masks(
+    like: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    global_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise unless the masks fit a batch shaped [batch, tokens, ...] like `like`."""
+    batch, tokens = like.shape[:2]
+    for name, mask in (("attention_mask", attention_mask), ("global_mask", global_mask)):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(mask).__name__}")
+        if mask.shape != (batch, tokens):
+            raise ValueError(
+                f"{name} must be [batch, tokens] = {(batch, tokens)}, got {tuple(mask.shape)}"
+            )
+        if mask.device != like.device:
+            raise ValueError(f"{name} is on {mask.device}, the tensors are on {like.device}")
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(
+                f"{name} must be bool or integer with 1 = yes and 0 = no, got {mask.dtype} "
+                "(an additive mask of 0 and -inf is something else)"
+            )
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens must be [documents + 1] boundaries, got shape {tuple(cu_seqlens.shape)}"
+        )
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens describes documents packed into one row, but batch is {batch}"
+        )
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # reading the values would stall the device, or break the graph
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values[-1] != tokens or values != sorted(values):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values[:4]}...{values[-2:]}"
+            if len(values) > 6
+            else f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values}"
+        )

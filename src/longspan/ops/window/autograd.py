@@ -1,0 +1,131 @@
+"""The fused backends as torch operators: one forward and one backward op, backend by name.
+
+Registered with `torch.library`, they are opaque to `torch.compile` (no graph break, nothing
+data-dependent is traced), carry shapes for fake tensors and know their own gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.ops.window.pattern import Pattern, Visibility
+
+
+def _implementation(backend: str) -> Any:
+    # Imported on first use: Triton must not be needed to import the package.
+    if backend == "triton":
+        from longspan.ops.window import triton as module
+    else:
+        from longspan.ops.window import blocked as module
+    return module
+
+
+@torch.library.custom_op("longspan::window_attention", mutates_args=())
+def forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: Tensor | None,
+    stop: Tensor | None,
+    holes: Tensor | None,
+    rank: Tensor | None,
+    places: Tensor | None,
+    seed: Tensor | None,
+    left: int,
+    right: int,
+    dilation: list[int],
+    scale: float,
+    dropout_p: float,
+    global_rows: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, tokens, heads, dim], and the log-sum-exp of each row's scores, from which
+    the backward pass recomputes: [batch, heads, tokens or more], the backend's own business."""
+    pattern = Pattern(left, right, tuple(dilation), scale, dropout_p, global_rows)
+    seen = Visibility(start, stop, holes, rank, places)
+    return _implementation(backend).forward(query, key, value, seen, pattern, seed)
+
+
+@forward_op.register_fake
+def _(query, key, value, *rest):
+    batch, tokens, heads, _ = query.shape
+    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    row = _implementation(rest[-1]).lse_row(tokens)
+    return query.new_empty(query.shape), query.new_empty((batch, heads, row), dtype=kind)
+
+
+@torch.library.custom_op("longspan::window_attention_backward", mutates_args=())
+def backward_op(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    start: Tensor | None,
+    stop: Tensor | None,
+    holes: Tensor | None,
+    rank: Tensor | None,
+    places: Tensor | None,
+    seed: Tensor | None,
+    left: int,
+    right: int,
+    dilation: list[int],
+    scale: float,
+    dropout_p: float,
+    global_rows: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    pattern = Pattern(left, right, tuple(dilation), scale, dropout_p, global_rows)
+    seen = Visibility(start, stop, holes, rank, places)
+    module = _implementation(backend)
+    return module.backward(grad, query, key, value, out, lse, seen, pattern, seed)
+
+
+@backward_op.register_fake
+def _(grad, query, key, value, *rest):
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx, inputs, output):
+    query, key, value, start, stop, holes, rank, places, seed, *ctx.numbers = inputs
+    out, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, out, lse, start, stop, holes, rank, places, seed)
+
+
+def _backward(ctx, grad, _grad_lse):
+    if grad is None:
+        return (None,) * 16
+    return (*backward_op(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 13)
+
+
+forward_op.register_autograd(_backward, setup_context=_save)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Visibility,
+    pattern: Pattern,
+    seed: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """Window attention by a fused backend. Differentiable once."""
+    out, _ = forward_op(
+        query,
+        key,
+        value,
+        *seen,
+        seed,
+        pattern.left,
+        pattern.right,
+        list(pattern.dilation),
+        pattern.scale,
+        pattern.dropout_p,
+        pattern.global_rows,
+        backend,
+    )
+    return out

@@ -1,0 +1,738 @@
+"""The fused kernels behind `triton.py`. One program computes one tile; nothing is ever atomic, so
+results do not depend on the order in which programs run.
+
+Reading aids:
+
+- *Dilation by residue classes.* Tokens r, r + d, r + 2d, ... form class r. Inside a class a dilated
+  window is a plain one, so a program works on consecutive *members* of one class: member t of
+  class r is token r + d * t.
+- *Edges.* Most tiles of a band are visible throughout. A tile pays for masking only if it crosses
+  the band's edge, the end of the row or of a document.
+- *Global tokens without double counting.* A global key inside a query's window is seen there, like
+  any other; the extra tile of gathered global keys skips the pairs that are in the window. The
+  same holds for global queries in the backward pass, so the main loops never ask who is global.
+- *Global rows* are recomputed over all keys by `global_forward`, split over the sequence, and
+  overwrite what `forward` left there. How many there are is read on the device.
+- Scores are kept in base 2: `scale` includes log2(e), and so does the stored log-sum-exp, which is
+  +inf for rows that see nothing: their probabilities recompute to exactly zero.
+"""
+
+import triton
+import triton.language as tl
+
+# Finite, so that (-inf) - FLOOR stays -inf where inf - inf would be NaN.
+FLOOR = tl.constexpr(-1.0e30)
+# Beyond any member: where the window of a row that sees nothing begins.
+NEVER = tl.constexpr(1 << 30)
+
+# Lengths and windows vary from call to call: compiling anew for "divisible by 16" or "equal to 1"
+# would cost seconds and gain nothing. Strides keep that, it decides how wide memory is read.
+PLAIN_NUMBERS = ["n", "heads", "head0", "run", "group", "left", "right", "dilation", "drop"]
+SOME_NUMBERS = ["n", "heads", "splits", "group", "drop"]
+
+
+@triton.jit
+def mix(x):
+    """`dropout.mix`, on uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_key(SEED, stream, query):
+    """The part of `dropout.kept` that depends on the query alone."""
+    seed = tl.load(SEED).to(tl.uint32)
+    return mix(mix(seed + stream.to(tl.uint32)) + query.to(tl.uint32))
+
+
+@triton.jit
+def is_kept(row, key, drop):
+    """`dropout.kept` for row keys and key positions that broadcast together."""
+    return (mix(row ^ (key.to(tl.uint32) * 0x9E3779B9)) >> 8).to(tl.int32) >= drop
+
+
+@triton.jit
+def locate(block, n, dilation, BLOCK: tl.constexpr, DILATED: tl.constexpr):
+    """Program number -> (residue class, its first member here, members in the class)."""
+    if DILATED:
+        blocks = tl.cdiv(tl.cdiv(n, dilation), BLOCK)
+        residue = block // blocks
+        return residue, (block % blocks) * BLOCK, (n - residue + dilation - 1) // dilation
+    return block * 0, block * BLOCK, n
+
+
+@triton.jit
+def load_tile(
+    base, first, step, stride, live, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Tokens first, first + step, ... of one head, [BLOCK, D]; zeros as in `load_rows`.
+
+    The 64-bit part of the address is one scalar; what differs between threads is loop-invariant.
+    """
+    column = tl.arange(0, D)
+    offset = tl.arange(0, BLOCK)[:, None] * (step * stride) + column[None, :]
+    pointer = base + tl.cast(first, tl.int64) * stride + offset
+    if HEAD_DIM == D:
+        return tl.load(pointer, mask=live[:, None], other=0.0)
+    return tl.load(pointer, mask=live[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(base, rows, stride, live, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+    """Rows [len(rows), D] of one head; dead rows and the columns beyond HEAD_DIM are zero."""
+    column = tl.arange(0, D)
+    pointer = base + rows[:, None].to(tl.int64) * stride + column[None, :]
+    if HEAD_DIM == D:
+        return tl.load(pointer, mask=live[:, None], other=0.0)
+    return tl.load(pointer, mask=live[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(base, rows, stride, live, tile, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+    column = tl.arange(0, D)
+    pointer = base + rows[:, None].to(tl.int64) * stride + column[None, :]
+    ok = live[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(pointer, tile.to(base.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def in_band(query, key, left, right, dilation, DILATED: tl.constexpr):
+    offset = key - query
+    ok = (offset >= -left * dilation) & (offset <= right * dilation)
+    if DILATED:
+        ok = ok & (offset % dilation == 0)
+    return ok
+
+
+@triton.jit
+def pad_row(row, n, lse_row, value):
+    """Fill a row of log-sum-exps or deltas behind token n; the first program does it."""
+    if tl.program_id(0) == 0:
+        pad = n + tl.arange(0, 16)
+        tl.store(row + pad, tl.full((16,), value, tl.float32), mask=pad < lse_row)
+
+
+@triton.jit
+def in_row(i, here, lse_row, DILATED: tl.constexpr):
+    """Which entries of a row of log-sum-exps may be read. Rows are padded to a multiple of 16
+    so that they can be read in wide pieces: a mask that changes within a piece would force single
+    loads, and cost a third of the keys' kernel."""
+    if DILATED:
+        return here
+    return i < lse_row
+
+
+@triton.jit
+def load_bounds(START, STOP, row, tokens, live):
+    start = tl.load(START + row + tokens, mask=live, other=0)
+    stop = tl.load(STOP + row + tokens, mask=live, other=0)
+    return start, stop
+
+
+@triton.jit
+def reach(
+    m, here, before, after, length, residue, dilation, START, STOP, row, BOUNDED: tl.constexpr
+):
+    """For each member m the members lo..hi its window holds (none: NEVER..-1), and the tokens
+    start..stop of its document."""
+    lo = tl.maximum(m - before, 0)
+    hi = tl.where(here, tl.minimum(m + after, length - 1), -1)
+    start = m * 0
+    stop = start
+    if BOUNDED:
+        start, stop = load_bounds(START, STOP, row, residue + dilation * m, here)
+        lo = tl.maximum(lo, (start - residue + dilation - 1) // dilation)
+        hi = tl.minimum(hi, (stop - residue + dilation - 1) // dilation - 1)
+        lo, hi = tl.where(lo <= hi, lo, NEVER), tl.where(lo <= hi, hi, -1)
+    return lo, hi, start, stop
+
+
+@triton.jit
+def within(m, lo, hi):
+    """lo <= m <= hi in one comparison: unsigned, what lies below lo wraps to the top."""
+    return (m - lo).to(tl.uint32) <= (hi - lo).to(tl.uint32)
+
+
+@triton.jit
+def absorb(
+    x, v, acc, peak, total, scale, row, key, drop, DROPOUT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One step of the online softmax: take in raw scores `x` (-inf = unseen) and values `v`."""
+    new = tl.maximum(peak, tl.max(x, 1))
+    p = tl.exp2(x * scale - (new * scale)[:, None])
+    fade = tl.exp2((peak - new) * scale)
+    total = total * fade + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(is_kept(row[:, None], key[None, :], drop), p, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, new, total
+
+
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def forward(
+    Q, K, V, OUT, LSE, START, STOP, HOLES, RANK, PLACES, SEED,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    n, lse_row, heads, head0, run, group, left, right, dilation, scale, drop, boost,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of BM queries of one head: their window, then the global keys."""
+    batch = (tl.program_id(1) // run).to(tl.int64)
+    head = head0 + tl.program_id(1) % run
+    stream = batch * heads + head
+    if not DILATED:
+        dilation = 1
+    residue, first, length = locate(tl.program_id(0), n, dilation, BM, DILATED)
+    if first >= length:
+        return
+    mq = first + tl.arange(0, BM)
+    i = residue + dilation * mq
+    here = mq < length
+    Q += batch * q_batch + head * q_head
+    K += batch * k_batch + (head // group) * k_head
+    V += batch * v_batch + (head // group) * v_head
+    q = load_rows(Q, i, q_token, here, HEAD_DIM, D)
+
+    lo, hi, start, stop = reach(
+        mq, here, left, right, length, residue, dilation, START, STOP, batch * n, BOUNDED
+    )
+    begin = tl.maximum(first - left, 0)
+    end = tl.minimum(first + BM + right, length)
+    safe_lo = first + BM - 1 - left
+    safe_hi = tl.minimum(first + right, length - 1)
+    if BOUNDED:
+        begin = tl.min(lo, 0)
+        end = tl.max(hi, 0) + 1
+        safe_lo = tl.max(lo, 0)
+        safe_hi = tl.min(hi, 0)
+        holes = tl.load(HOLES + batch)
+
+    acc = tl.zeros((BM, D), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    peak = tl.full((BM,), FLOOR, tl.float32)
+    row = i
+    if DROPOUT:
+        row = row_key(SEED, stream, i)
+    for s in range(begin, end, BN):
+        mk = s + tl.arange(0, BN)
+        j = residue + dilation * mk
+        k = load_tile(K, residue + dilation * s, dilation, k_token, mk < length, HEAD_DIM, D, BN)
+        v = load_tile(V, residue + dilation * s, dilation, v_token, mk < length, HEAD_DIM, D, BN)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        edge = (s < safe_lo) | (s + BN - 1 > safe_hi)
+        if BOUNDED:
+            edge = edge | (holes != 0)
+        if edge:
+            ok = within(mk[None, :], lo[:, None], hi[:, None])
+            if BOUNDED:
+                visible = tl.load(STOP + batch * n + j, mask=mk < length, other=0) > 0
+                ok = ok & visible[None, :]
+            x = tl.where(ok, x, float("-inf"))
+        acc, peak, total = absorb(x, v, acc, peak, total, scale, row, j, drop, DROPOUT, PRECISION)
+
+    if GLOBAL:
+        RANK += batch * (n + 1)
+        slot0 = 0
+        slot1 = tl.load(RANK + n)
+        if CAUSAL:
+            slot1 = tl.load(RANK + tl.minimum(residue + dilation * (first + BM - 1) + 1, n))
+        if BOUNDED:
+            slot0 = tl.load(RANK + tl.min(tl.where(stop > 0, start, n), 0))
+            slot1 = tl.minimum(slot1, tl.load(RANK + tl.max(stop, 0)))
+        for s in range(slot0, slot1, BG):
+            slot = s + tl.arange(0, BG)
+            j = tl.load(PLACES + batch * n + slot, mask=slot < slot1, other=0)
+            k = load_rows(K, j, k_token, slot < slot1, HEAD_DIM, D)
+            v = load_rows(V, j, v_token, slot < slot1, HEAD_DIM, D)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            ok = ~in_band(i[:, None], j[None, :], left, right, dilation, DILATED)
+            ok = ok & (slot < slot1)[None, :]
+            if CAUSAL:
+                ok = ok & (j[None, :] <= i[:, None])
+            if BOUNDED:
+                ok = ok & (j[None, :] >= start[:, None]) & (j[None, :] < stop[:, None])
+            x = tl.where(ok, x, float("-inf"))
+            acc, peak, total = absorb(
+                x, v, acc, peak, total, scale, row, j, drop, DROPOUT, PRECISION
+            )
+
+    seen = total > 0
+    out = acc * (tl.where(seen, boost / total, 0.0))[:, None]
+    OUT += batch * n * heads * HEAD_DIM + head * HEAD_DIM
+    store_rows(OUT, i, heads * HEAD_DIM, here, out, HEAD_DIM, D)
+    lse = tl.where(seen, peak * scale + tl.log2(total), float("inf"))
+    tl.store(LSE + stream * lse_row + i, lse, mask=here)
+    pad_row(LSE + stream * lse_row, n, lse_row, float("inf"))
+
+
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def backward_query(
+    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, START, STOP, HOLES, RANK, PLACES, SEED,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    g_batch, g_token, g_head,
+    n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of BM queries, and delta = sum(out * grad) per row, which the keys' kernel needs."""
+    batch = (tl.program_id(1) // run).to(tl.int64)
+    head = head0 + tl.program_id(1) % run
+    stream = batch * heads + head
+    if not DILATED:
+        dilation = 1
+    residue, first, length = locate(tl.program_id(0), n, dilation, BM, DILATED)
+    if first >= length:
+        return
+    mq = first + tl.arange(0, BM)
+    i = residue + dilation * mq
+    here = mq < length
+    Q += batch * q_batch + head * q_head
+    K += batch * k_batch + (head // group) * k_head
+    V += batch * v_batch + (head // group) * v_head
+    GRAD += batch * g_batch + head * g_head
+    dense = batch * n * heads * HEAD_DIM + head * HEAD_DIM
+    q = load_rows(Q, i, q_token, here, HEAD_DIM, D)
+    g = load_rows(GRAD, i, g_token, here, HEAD_DIM, D)
+    o = load_rows(OUT + dense, i, heads * HEAD_DIM, here, HEAD_DIM, D)
+    lse = tl.load(LSE + stream * lse_row + i, mask=here, other=float("inf"))
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(DELTA + stream * lse_row + i, delta, mask=here)
+    pad_row(DELTA + stream * lse_row, n, lse_row, 0.0)
+
+    lo, hi, start, stop = reach(
+        mq, here, left, right, length, residue, dilation, START, STOP, batch * n, BOUNDED
+    )
+    begin = tl.maximum(first - left, 0)
+    end = tl.minimum(first + BM + right, length)
+    safe_lo = first + BM - 1 - left
+    safe_hi = tl.minimum(first + right, length - 1)
+    if BOUNDED:
+        begin = tl.min(lo, 0)
+        end = tl.max(hi, 0) + 1
+        safe_lo = tl.max(lo, 0)
+        safe_hi = tl.min(hi, 0)
+        holes = tl.load(HOLES + batch)
+
+    dq = tl.zeros((BM, D), tl.float32)
+    row = i
+    if DROPOUT:
+        row = row_key(SEED, stream, i)
+    for s in range(begin, end, BN):
+        mk = s + tl.arange(0, BN)
+        j = residue + dilation * mk
+        k = load_tile(K, residue + dilation * s, dilation, k_token, mk < length, HEAD_DIM, D, BN)
+        v = load_tile(V, residue + dilation * s, dilation, v_token, mk < length, HEAD_DIM, D, BN)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.exp2(x * scale - lse[:, None])
+        edge = (s < safe_lo) | (s + BN - 1 > safe_hi)
+        if BOUNDED:
+            edge = edge | (holes != 0)
+        if edge:
+            ok = within(mk[None, :], lo[:, None], hi[:, None])
+            if BOUNDED:
+                visible = tl.load(STOP + batch * n + j, mask=mk < length, other=0) > 0
+                ok = ok & visible[None, :]
+            p = tl.where(ok, p, 0.0)
+        dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            dp = tl.where(is_kept(row[:, None], j[None, :], drop), dp * boost, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+    if GLOBAL:
+        RANK += batch * (n + 1)
+        slot0 = 0
+        slot1 = tl.load(RANK + n)
+        if CAUSAL:
+            slot1 = tl.load(RANK + tl.minimum(residue + dilation * (first + BM - 1) + 1, n))
+        if BOUNDED:
+            slot0 = tl.load(RANK + tl.min(tl.where(stop > 0, start, n), 0))
+            slot1 = tl.minimum(slot1, tl.load(RANK + tl.max(stop, 0)))
+        for s in range(slot0, slot1, BG):
+            slot = s + tl.arange(0, BG)
+            j = tl.load(PLACES + batch * n + slot, mask=slot < slot1, other=0)
+            k = load_rows(K, j, k_token, slot < slot1, HEAD_DIM, D)
+            v = load_rows(V, j, v_token, slot < slot1, HEAD_DIM, D)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            ok = ~in_band(i[:, None], j[None, :], left, right, dilation, DILATED)
+            ok = ok & (slot < slot1)[None, :]
+            if CAUSAL:
+                ok = ok & (j[None, :] <= i[:, None])
+            if BOUNDED:
+                ok = ok & (j[None, :] >= start[:, None]) & (j[None, :] < stop[:, None])
+            p = tl.where(ok, tl.exp2(x * scale - lse[:, None]), 0.0)
+            dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+            if DROPOUT:
+                dp = tl.where(is_kept(row[:, None], j[None, :], drop), dp * boost, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+    store_rows(DQ + dense, i, heads * HEAD_DIM, here, dq * factor, HEAD_DIM, D)
+
+
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def backward_key(
+    Q, K, V, GRAD, LSE, DELTA, DK, DV, START, STOP, HOLES, RANK, PLACES, SEED,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    g_batch, g_token, g_head,
+    n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BN keys and values: from the queries whose window holds them, and (GLOBAL)
+    from the global queries. All tiles are transposed, keys down and queries across."""
+    batch = (tl.program_id(1) // run).to(tl.int64)
+    head = head0 + tl.program_id(1) % run
+    stream = batch * heads + head
+    if not DILATED:
+        dilation = 1
+    residue, first, length = locate(tl.program_id(0), n, dilation, BN, DILATED)
+    if first >= length:
+        return
+    mk = first + tl.arange(0, BN)
+    j = residue + dilation * mk
+    here = mk < length
+    Q += batch * q_batch + head * q_head
+    K += batch * k_batch + (head // group) * k_head
+    V += batch * v_batch + (head // group) * v_head
+    GRAD += batch * g_batch + head * g_head
+    LSE += stream * lse_row
+    DELTA += stream * lse_row
+    k = load_rows(K, j, k_token, here, HEAD_DIM, D)
+    v = load_rows(V, j, v_token, here, HEAD_DIM, D)
+
+    lo, hi, start, stop = reach(
+        mk, here, right, left, length, residue, dilation, START, STOP, batch * n, BOUNDED
+    )
+    begin = tl.maximum(first - right, 0)
+    end = tl.minimum(first + BN + left, length)
+    safe_lo = first + BN - 1 - right
+    safe_hi = first + left
+    if BOUNDED:
+        begin = tl.min(lo, 0)
+        end = tl.max(hi, 0) + 1
+        safe_lo = tl.max(lo, 0)
+        safe_hi = tl.min(hi, 0)
+    # A known multiple of 16 lets the loads of lse and delta be wide and asynchronous.
+    begin = begin // 16 * 16
+
+    dk = tl.zeros((BN, D), tl.float32)
+    dv = tl.zeros((BN, D), tl.float32)
+    for s in range(begin, end, BM):
+        mq = s + tl.arange(0, BM)
+        i = residue + dilation * mq
+        q = load_tile(Q, residue + dilation * s, dilation, q_token, mq < length, HEAD_DIM, D, BM)
+        g = load_tile(GRAD, residue + dilation * s, dilation, g_token, mq < length, HEAD_DIM, D, BM)
+        ready = in_row(i, mq < length, lse_row, DILATED)
+        lse = tl.load(LSE + i, mask=ready, other=float("inf"))
+        delta = tl.load(DELTA + i, mask=ready, other=0.0)
+        x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        p = tl.exp2(x * scale - lse[None, :])
+        # Padded queries and those past the end have lse = +inf: they vanish without a mask.
+        if (s < safe_lo) | (s + BM - 1 > safe_hi):
+            p = tl.where(within(mq[None, :], lo[:, None], hi[:, None]), p, 0.0)
+        dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        kept = p
+        if DROPOUT:
+            keep = is_kept(row_key(SEED, stream, i)[None, :], j[:, None], drop)
+            kept = tl.where(keep, p * boost, 0.0)
+            dp = tl.where(keep, dp * boost, 0.0)
+        dv = tl.dot(kept.to(g.dtype), g, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+
+    if GLOBAL:
+        RANK += batch * (n + 1)
+        slot0 = 0
+        slot1 = tl.load(RANK + n)
+        if CAUSAL:
+            slot0 = tl.load(RANK + residue + dilation * first)
+        if BOUNDED:
+            slot0 = tl.maximum(slot0, tl.load(RANK + tl.min(tl.where(stop > 0, start, n), 0)))
+            slot1 = tl.load(RANK + tl.max(stop, 0))
+        for s in range(slot0, slot1, BG):
+            slot = s + tl.arange(0, BG)
+            i = tl.load(PLACES + batch * n + slot, mask=slot < slot1, other=0)
+            q = load_rows(Q, i, q_token, slot < slot1, HEAD_DIM, D)
+            g = load_rows(GRAD, i, g_token, slot < slot1, HEAD_DIM, D)
+            lse = tl.load(LSE + i, mask=slot < slot1, other=float("inf"))
+            delta = tl.load(DELTA + i, mask=slot < slot1, other=0.0)
+            x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            ok = ~in_band(i[None, :], j[:, None], left, right, dilation, DILATED)
+            ok = ok & (slot < slot1)[None, :]
+            if CAUSAL:
+                ok = ok & (j[:, None] <= i[None, :])
+            if BOUNDED:
+                ok = ok & (i[None, :] >= start[:, None]) & (i[None, :] < stop[:, None])
+            p = tl.where(ok, tl.exp2(x * scale - lse[None, :]), 0.0)
+            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+            kept = p
+            if DROPOUT:
+                keep = is_kept(row_key(SEED, stream, i)[None, :], j[:, None], drop)
+                kept = tl.where(keep, p * boost, 0.0)
+                dp = tl.where(keep, dp * boost, 0.0)
+            dv = tl.dot(kept.to(g.dtype), g, dv, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+
+    dense = batch * n * heads * HEAD_DIM + head * HEAD_DIM
+    store_rows(DK + dense, j, heads * HEAD_DIM, here, dk * factor, HEAD_DIM, D)
+    store_rows(DV + dense, j, heads * HEAD_DIM, here, dv, HEAD_DIM, D)
+
+
+@triton.jit
+def share(RANK, row, n, splits, BM: tl.constexpr):
+    """(global tokens of this row, tiles of BM of them, pieces each tile's sequence is cut into).
+
+    tiles * pieces never exceeds splits unless pieces is 1, so workspace of splits * BM rows is
+    enough for any number of global tokens, and nobody has to tell the host how many there are.
+    """
+    count = tl.load(RANK + row * (n + 1) + n)
+    tiles = tl.cdiv(count, BM)
+    return count, tiles, tl.maximum(splits // tl.maximum(tiles, 1), 1)
+
+
+@triton.jit
+def piece(lowest, highest, part, parts, BN: tl.constexpr):
+    """The part-th of `parts` pieces of the range, whole tiles of BN but for the last."""
+    span = tl.cdiv(tl.cdiv(highest - lowest, parts), BN) * BN
+    begin = lowest + part * span
+    return begin, tl.minimum(begin + span, highest)
+
+
+@triton.jit(do_not_specialize=SOME_NUMBERS)
+def global_forward(
+    Q, K, V, OUT, LSE, PART, PART_LSE, START, STOP, RANK, PLACES, SEED,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    n, lse_row, heads, splits, group, scale, drop, boost,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BOUNDED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of the global tokens over every key they may see."""
+    stream = tl.program_id(1).to(tl.int64)
+    batch = stream // heads
+    head = stream % heads
+    Q += batch * q_batch + head * q_head
+    K += batch * k_batch + (head // group) * k_head
+    V += batch * v_batch + (head // group) * v_head
+    OUT += batch * n * heads * HEAD_DIM + head * HEAD_DIM
+    PART += stream * splits * BM * D
+    PART_LSE += stream * splits * BM
+    count, tiles, parts = share(RANK, batch, n, splits, BM)
+    for item in range(tl.program_id(0), tiles * parts, tl.num_programs(0)):
+        part = item % parts
+        slot = (item // parts) * BM + tl.arange(0, BM)
+        live = slot < count
+        i = tl.load(PLACES + batch * n + slot, mask=live, other=0)
+        q = load_rows(Q, i, q_token, live, HEAD_DIM, D)
+        lowest = i * 0
+        highest = tl.where(live, n, 0)
+        if BOUNDED:
+            lowest, highest = load_bounds(START, STOP, batch * n, i, live)
+        if CAUSAL:
+            highest = tl.minimum(highest, i + 1)
+        begin, end = piece(
+            tl.min(tl.where(live, lowest, n), 0), tl.max(highest, 0), part, parts, BN
+        )
+        acc = tl.zeros((BM, D), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        peak = tl.full((BM,), FLOOR, tl.float32)
+        row = i
+        if DROPOUT:
+            row = row_key(SEED, stream, i)
+        for s in range(begin, end, BN):
+            j = s + tl.arange(0, BN)
+            k = load_tile(K, s, 1, k_token, j < end, HEAD_DIM, D, BN)
+            v = load_tile(V, s, 1, v_token, j < end, HEAD_DIM, D, BN)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            ok = (j < end)[None, :] & (j[None, :] < highest[:, None])
+            if BOUNDED:
+                visible = tl.load(STOP + batch * n + j, mask=j < end, other=0) > 0
+                ok = ok & visible[None, :] & (j[None, :] >= lowest[:, None])
+            x = tl.where(ok, x, float("-inf"))
+            acc, peak, total = absorb(
+                x, v, acc, peak, total, scale, row, j, drop, DROPOUT, PRECISION
+            )
+        seen = total > 0
+        out = acc * tl.where(seen, boost / total, 0.0)[:, None]
+        lse = peak * scale + tl.log2(total)
+        if parts == 1:
+            store_rows(OUT, i, heads * HEAD_DIM, live, out, HEAD_DIM, D)
+            lse = tl.where(seen, lse, float("inf"))
+            tl.store(LSE + stream * lse_row + i, lse, mask=live)
+        else:
+            store_rows(PART, slot * parts + part, D, live, out, D, D)
+            lse = tl.where(seen, lse, float("-inf"))
+            tl.store(PART_LSE + slot * parts + part, lse, mask=live)
+
+
+@triton.jit(do_not_specialize=["n", "heads", "splits"])
+def global_forward_merge(
+    OUT, LSE, PART, PART_LSE, RANK, PLACES, n, lse_row, heads, splits,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Join the pieces of each global row by their log-sum-exp."""
+    stream = tl.program_id(1).to(tl.int64)
+    batch = stream // heads
+    OUT += batch * n * heads * HEAD_DIM + (stream % heads) * HEAD_DIM
+    PART += stream * splits * BM * D
+    PART_LSE += stream * splits * BM
+    count, _, parts = share(RANK, batch, n, splits, BM)
+    if parts > 1:
+        part = tl.arange(0, MOST)
+        column = tl.arange(0, D)
+        for slot in range(tl.program_id(0), count, tl.num_programs(0)):
+            lse = tl.load(PART_LSE + slot * parts + part, mask=part < parts, other=float("-inf"))
+            peak = tl.maximum(tl.max(lse, 0), FLOOR)
+            weight = tl.exp2(lse - peak)
+            total = tl.sum(weight, 0)
+            tile = load_rows(PART, slot * parts + part, D, part < parts, D, D)
+            out = tl.sum(weight[:, None] * tile, 0) / total
+            i = tl.load(PLACES + batch * n + slot)
+            pointer = OUT + i.to(tl.int64) * heads * HEAD_DIM + column
+            tl.store(pointer, out.to(OUT.dtype.element_ty), mask=column < HEAD_DIM)
+            tl.store(LSE + stream * lse_row + i, peak + tl.log2(total))
+
+
+@triton.jit(do_not_specialize=SOME_NUMBERS)
+def global_backward(
+    Q, K, V, GRAD, LSE, DELTA, DQ, DK, DV, PART, START, STOP, RANK, PLACES, SEED,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    g_batch, g_token, g_head,
+    n, lse_row, heads, splits, group, scale, factor, drop, boost,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BOUNDED: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the global tokens: as keys from all queries, and (ROWS) as queries from all
+    keys. Complete sums: they overwrite what the window kernels left in these rows."""
+    stream = tl.program_id(1).to(tl.int64)
+    batch = stream // heads
+    head = stream % heads
+    Q += batch * q_batch + head * q_head
+    K += batch * k_batch + (head // group) * k_head
+    V += batch * v_batch + (head // group) * v_head
+    GRAD += batch * g_batch + head * g_head
+    LSE += stream * lse_row
+    DELTA += stream * lse_row
+    dense = batch * n * heads * HEAD_DIM + head * HEAD_DIM
+    PART += stream * 3 * splits * BM * D
+    count, tiles, parts = share(RANK, batch, n, splits, BM)
+    for item in range(tl.program_id(0), tiles * parts, tl.num_programs(0)):
+        part = item % parts
+        slot = (item // parts) * BM + tl.arange(0, BM)
+        live = slot < count
+        t = tl.load(PLACES + batch * n + slot, mask=live, other=0)
+        lowest = t * 0
+        highest = tl.where(live, n, 0)
+        if BOUNDED:
+            lowest, highest = load_bounds(START, STOP, batch * n, t, live)
+        own_k = load_rows(K, t, k_token, live, HEAD_DIM, D)
+        own_v = load_rows(V, t, v_token, live, HEAD_DIM, D)
+
+        # As keys: queries i across.
+        low = lowest
+        if CAUSAL:
+            low = tl.maximum(lowest, t)
+        begin, end = piece(tl.min(tl.where(live, low, n), 0), tl.max(highest, 0), part, parts, BN)
+        dk = tl.zeros((BM, D), tl.float32)
+        dv = tl.zeros((BM, D), tl.float32)
+        for s in range(begin, end, BN):
+            i = s + tl.arange(0, BN)
+            q = load_tile(Q, s, 1, q_token, i < end, HEAD_DIM, D, BN)
+            g = load_tile(GRAD, s, 1, g_token, i < end, HEAD_DIM, D, BN)
+            lse_i = tl.load(LSE + i, mask=i < lse_row, other=float("inf"))
+            delta_i = tl.load(DELTA + i, mask=i < lse_row, other=0.0)
+            x = tl.dot(own_k, tl.trans(q), input_precision=PRECISION)
+            p = tl.exp2(x * scale - lse_i[None, :])
+            ok = (i[None, :] >= low[:, None]) & (i[None, :] < highest[:, None])
+            p = tl.where(ok, p, 0.0)
+            dp = tl.dot(own_v, tl.trans(g), input_precision=PRECISION)
+            kept = p
+            if DROPOUT:
+                keep = is_kept(row_key(SEED, stream, i)[None, :], t[:, None], drop)
+                kept = tl.where(keep, p * boost, 0.0)
+                dp = tl.where(keep, dp * boost, 0.0)
+            dv = tl.dot(kept.to(g.dtype), g, dv, input_precision=PRECISION)
+            ds = p * (dp - delta_i[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if parts == 1:
+            store_rows(DK + dense, t, heads * HEAD_DIM, live, dk * factor, HEAD_DIM, D)
+            store_rows(DV + dense, t, heads * HEAD_DIM, live, dv, HEAD_DIM, D)
+        else:
+            where = slot * parts + part
+            store_rows(PART, where, D, live, dk * factor, D, D)
+            store_rows(PART + splits * BM * D, where, D, live, dv, D, D)
+
+        # As queries: keys j across.
+        if ROWS:
+            high = highest
+            if CAUSAL:
+                high = tl.minimum(highest, t + 1)
+            begin, end = piece(
+                tl.min(tl.where(live, lowest, n), 0), tl.max(high, 0), part, parts, BN
+            )
+            own_q = load_rows(Q, t, q_token, live, HEAD_DIM, D)
+            own_g = load_rows(GRAD, t, g_token, live, HEAD_DIM, D)
+            lse = tl.load(LSE + t, mask=live, other=float("inf"))
+            delta = tl.load(DELTA + t, mask=live, other=0.0)
+            dq = tl.zeros((BM, D), tl.float32)
+            for s in range(begin, end, BN):
+                j = s + tl.arange(0, BN)
+                k = load_tile(K, s, 1, k_token, j < end, HEAD_DIM, D, BN)
+                v = load_tile(V, s, 1, v_token, j < end, HEAD_DIM, D, BN)
+                x = tl.dot(own_q, tl.trans(k), input_precision=PRECISION)
+                ok = (j < end)[None, :] & (j[None, :] < high[:, None])
+                if BOUNDED:
+                    visible = tl.load(STOP + batch * n + j, mask=j < end, other=0) > 0
+                    ok = ok & visible[None, :] & (j[None, :] >= lowest[:, None])
+                p = tl.where(ok, tl.exp2(x * scale - lse[:, None]), 0.0)
+                dp = tl.dot(own_g, tl.trans(v), input_precision=PRECISION)
+                if DROPOUT:
+                    keep = is_kept(row_key(SEED, stream, t)[:, None], j[None, :], drop)
+                    dp = tl.where(keep, dp * boost, 0.0)
+                ds = p * (dp - delta[:, None])
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            if parts == 1:
+                store_rows(DQ + dense, t, heads * HEAD_DIM, live, dq * factor, HEAD_DIM, D)
+            else:
+                where = slot * parts + part
+                store_rows(PART + 2 * splits * BM * D, where, D, live, dq * factor, D, D)
+
+
+@triton.jit(do_not_specialize=["n", "heads", "splits"])
+def global_backward_merge(
+    DQ, DK, DV, PART, RANK, PLACES, n, heads, splits,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add up the pieces of each global token's gradients."""
+    stream = tl.program_id(1).to(tl.int64)
+    batch = stream // heads
+    dense = batch * n * heads * HEAD_DIM + (stream % heads) * HEAD_DIM
+    PART += stream * 3 * splits * BM * D
+    count, _, parts = share(RANK, batch, n, splits, BM)
+    if parts > 1:
+        part = tl.arange(0, MOST)
+        column = tl.arange(0, D)
+        ok = column < HEAD_DIM
+        for slot in range(tl.program_id(0), count, tl.num_programs(0)):
+            i = tl.load(PLACES + batch * n + slot).to(tl.int64)
+            pointer = dense + i * heads * HEAD_DIM + column
+            where = slot * parts + part
+            live = part < parts
+            dk = tl.sum(load_rows(PART, where, D, live, D, D), 0)
+            tl.store(DK + pointer, dk.to(DK.dtype.element_ty), mask=ok)
+            dv = tl.sum(load_rows(PART + splits * BM * D, where, D, live, D, D), 0)
+            tl.store(DV + pointer, dv.to(DV.dtype.element_ty), mask=ok)
+            if ROWS:
+                dq = tl.sum(load_rows(PART + 2 * splits * BM * D, where, D, live, D, D), 0)
+                tl.store(DQ + pointer, dq.to(DQ.dtype.element_ty), mask=ok)

@@ -1,0 +1,106 @@
+"""What a call asks for besides its tensors, and which tokens may be seen at all.
+
+Two small values travel from the public function to every backend:
+
+- `Pattern`: the numbers known before any data is looked at (window, dilation, scale ...);
+- `Visibility`: padding, packing and global tokens, as tensors that stay on the device. It is built
+  once per batch by `visibility()` and can serve every layer of a model.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pattern(NamedTuple):
+    """The shape of the attention: everything that is a plain number."""
+
+    left: int  # steps a query sees to its left, each `dilation` tokens long
+    right: int  # and to its right; 0 makes the whole call causal, global tokens included
+    dilation: tuple[int, ...]  # one per query head
+    scale: float
+    dropout_p: float = 0.0
+    global_rows: bool = True  # False: global tokens are seen by all, but themselves see a window
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    def head_groups(self) -> list[tuple[int, int, int]]:
+        """Runs of neighbouring heads with one dilation: (first head, end, dilation)."""
+        groups: list[tuple[int, int, int]] = []
+        for head, step in enumerate(self.dilation):
+            if groups and groups[-1][2] == step:
+                groups[-1] = (groups[-1][0], head + 1, step)
+            else:
+                groups.append((head, head + 1, step))
+        return groups
+
+
+class Visibility(NamedTuple):
+    """Which tokens exist, which belong together and which are global. All int32, on the device.
+
+    Token i may only see tokens start[i] <= j < stop[i]; padding has start = stop = 0, which also
+    marks it as invisible. A field is None where the call needs no such information.
+    """
+
+    start: Tensor | None = None  # [batch, tokens]
+    stop: Tensor | None = None  # [batch, tokens]
+    holes: Tensor | None = None  # [batch]: 1 if padding stands between visible tokens
+    rank: Tensor | None = None  # [batch, tokens + 1]: global tokens before each position
+    places: Tensor | None = None  # [batch, tokens]: where the global tokens are, then zeros
+
+    def valid(self) -> Tensor | None:
+        """Bool [batch, tokens], False = padding."""
+        return None if self.stop is None else self.stop > 0
+
+    def is_global(self) -> Tensor | None:
+        """Bool [batch, tokens], True = global."""
+        return None if self.rank is None else self.rank[:, 1:] > self.rank[:, :-1]
+
+
+def visibility(
+    like: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    global_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Visibility:
+    """Describe a batch shaped [batch, tokens, ...] like `like`, without reading anything back."""
+    batch, tokens = like.shape[:2]
+    position = torch.arange(tokens, device=like.device, dtype=torch.int32)
+    valid = None if attention_mask is None else attention_mask != 0
+    start = stop = holes = None
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(device=like.device, dtype=torch.int32)
+        document = torch.searchsorted(bounds, position, right=True)
+        # Positions before the first or behind the last boundary belong to no document.
+        inside = (document > 0) & (document < bounds.shape[0])
+        document = document.clamp(1, bounds.shape[0] - 1)
+        valid = inside.expand(batch, tokens) if valid is None else valid & inside
+        start = torch.where(valid, bounds[document - 1], 0)
+        stop = torch.where(valid, bounds[document], 0)
+        holes = (~valid).any(dim=1).to(torch.int32)
+    elif valid is not None:
+        first = torch.where(valid, position, tokens).amin(dim=1, keepdim=True)
+        last = torch.where(valid, position + 1, 0).amax(dim=1, keepdim=True)
+        start = torch.where(valid, first, 0)
+        stop = torch.where(valid, last, 0)
+        holes = (valid.sum(dim=1, keepdim=True) < last - first).to(torch.int32).squeeze(1)
+    rank = places = None
+    if global_mask is not None:
+        chosen = global_mask != 0
+        if valid is not None:
+            chosen = chosen & valid
+        count = torch.cumsum(chosen, dim=1, dtype=torch.int32)
+        rank = torch.nn.functional.pad(count, (1, 0))
+        # Every token that is not global is sent to one spare slot behind the list.
+        slot = torch.where(chosen, count - 1, tokens).to(torch.int64)
+        places = torch.zeros(batch, tokens + 1, device=like.device, dtype=torch.int32)
+        places = places.scatter(1, slot, position.expand(batch, tokens))[:, :tokens].contiguous()
+    return Visibility(_dense(start), _dense(stop), holes, rank, places)
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.int32).contiguous()

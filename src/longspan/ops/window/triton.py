@@ -1,0 +1,285 @@
+"""The `triton` backend: sizes, grids and launches of the kernels in `kernels.py`.
+
+Nothing here reads device memory back, so calls can be captured in a CUDA graph.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from longspan.ops.window import dropout, kernels
+from longspan.ops.window.pattern import Pattern, Visibility
+
+LOG2E = math.log2(math.e)
+MOST_SPLITS = 64  # pieces a sequence is cut into for its global rows, at the most
+
+
+class Tile(NamedTuple):
+    """How one kernel is cut: rows it owns, rows it streams, warps, pipeline depth, and a limit
+    on registers where the compiler's own choice leaves too few programs on a processor."""
+
+    own: int
+    stream: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+    def launch(self) -> dict:
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
+
+
+def lse_row(n: int) -> int:
+    """Length of a row of log-sum-exps: rounded up so that every row begins on a wide boundary."""
+    return (n + 15) // 16 * 16
+
+
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why these kernels cannot serve such tensors, or None if they can."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the kernels compute in float16, bfloat16 or float32, not {dtype}"
+    if head_dim > 256:
+        return f"head_dim {head_dim} is above 256, the most that fits on chip"
+    if triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda":
+        return f"the tensors are on {device}, not on a GPU (TRITON_INTERPRET=1 emulates one)"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and major < 8:
+        return f"the GPU has compute capability {major}.{minor}; the kernels need 8.0 or newer"
+    return None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Visibility,
+    pattern: Pattern,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = _rows_dense(query), _rows_dense(key), _rows_dense(value)
+    batch, n, heads, head_dim = query.shape
+    out = query.new_empty(query.shape)
+    lse = query.new_empty((batch, heads, lse_row(n)), dtype=torch.float32)
+    inputs = (*_strides(query), *_strides(key), *_strides(value))
+    masks = _pointers(seen, out)
+    seed = out if seed is None else seed
+    options = _options(query, seen, pattern)
+    drop, boost = dropout.threshold(pattern.dropout_p), 1.0 / (1.0 - pattern.dropout_p)
+    group, scale = heads // key.shape[2], pattern.scale * LOG2E
+
+    for head0, head1, step in pattern.head_groups():
+        left, right, step = _reach(pattern, step, n)
+        tile = _tile("forward", query, left + right)
+        kernels.forward[(_blocks(n, step, tile.own), batch * (head1 - head0))](
+            query, key, value, out, lse, *masks, seed, *inputs,
+            n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step,
+            scale, drop, boost,
+            BM=tile.own, BN=tile.stream, BG=_gathered(query), DILATED=step > 1,
+            GLOBAL=seen.places is not None, **tile.launch(), **options,
+        )  # fmt: skip
+    if seen.places is not None and pattern.global_rows:
+        tile = _tile("global", query, n)
+        splits = _splits(query, tile)
+        work = query.new_empty(
+            (batch * heads, splits * tile.own, options["D"]), dtype=torch.float32
+        )
+        work_lse = query.new_empty((batch * heads, splits * tile.own), dtype=torch.float32)
+        start, stop, _, rank, places = masks
+        kernels.global_forward[(splits, batch * heads)](
+            query, key, value, out, lse, work, work_lse, start, stop, rank, places, seed, *inputs,
+            n, lse.shape[2], heads, splits, group, scale, drop, boost,
+            BM=tile.own, BN=tile.stream,
+            **tile.launch(), **options,
+        )  # fmt: skip
+        kernels.global_forward_merge[(_mergers(query), batch * heads)](
+            out, lse, work, work_lse, rank, places, n, lse.shape[2], heads, splits,
+            HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seen: Visibility,
+    pattern: Pattern,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, query, key, value = (_rows_dense(t) for t in (grad, query, key, value))
+    batch, n, heads, head_dim = query.shape
+    group = heads // key.shape[2]
+    delta = torch.empty_like(lse)
+    dq = query.new_empty(query.shape)
+    # With grouped heads each query head writes its own share, added up at the end.
+    share = torch.float32 if group > 1 else key.dtype
+    dk = key.new_empty(query.shape, dtype=share)
+    dv = key.new_empty(query.shape, dtype=share)
+    inputs = (*_strides(query), *_strides(key), *_strides(value), *_strides(grad))
+    masks = _pointers(seen, out)
+    seed = out if seed is None else seed
+    options = _options(query, seen, pattern)
+    drop, boost = dropout.threshold(pattern.dropout_p), 1.0 / (1.0 - pattern.dropout_p)
+    scale = pattern.scale * LOG2E
+
+    for head0, head1, step in pattern.head_groups():
+        left, right, step = _reach(pattern, step, n)
+        numbers = (n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step)
+        numbers = (*numbers, scale, pattern.scale, drop, boost)
+        # The queries' kernel goes first: it also leaves delta for all others.
+        tile = _tile("backward_query", query, left + right)
+        kernels.backward_query[(_blocks(n, step, tile.own), batch * (head1 - head0))](
+            query, key, value, out, grad, lse, delta, dq, *masks, seed, *inputs, *numbers,
+            BM=tile.own, BN=tile.stream, BG=_gathered(query), DILATED=step > 1,
+            GLOBAL=seen.places is not None, **tile.launch(), **options,
+        )  # fmt: skip
+        tile = _tile("backward_key", query, left + right)
+        kernels.backward_key[(_blocks(n, step, tile.own), batch * (head1 - head0))](
+            query, key, value, grad, lse, delta, dk, dv, *masks, seed, *inputs, *numbers,
+            BM=tile.stream, BN=tile.own, BG=_gathered(query), DILATED=step > 1,
+            GLOBAL=seen.places is not None and pattern.global_rows,
+            **tile.launch(), **options,
+        )  # fmt: skip
+    if seen.places is not None:
+        tile = _tile("global", query, n)
+        splits = _splits(query, tile)
+        work = query.new_empty(
+            (batch * heads, 3, splits * tile.own, options["D"]), dtype=torch.float32
+        )
+        start, stop, _, rank, places = masks
+        kernels.global_backward[(splits, batch * heads)](
+            query, key, value, grad, lse, delta, dq, dk, dv, work,
+            start, stop, rank, places, seed, *inputs,
+            n, lse.shape[2], heads, splits, group, scale, pattern.scale, drop, boost,
+            BM=tile.own, BN=tile.stream, ROWS=pattern.global_rows,
+            **tile.launch(), **options,
+        )  # fmt: skip
+        kernels.global_backward_merge[(_mergers(query), batch * heads)](
+            dq, dk, dv, work, rank, places, n, heads, splits,
+            HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
+            ROWS=pattern.global_rows,
+        )  # fmt: skip
+    if group > 1:
+        dk, dv = (t.unflatten(2, (-1, group)).sum(3).to(key.dtype) for t in (dk, dv))
+    return dq, dk, dv
+
+
+def _rows_dense(tensor: Tensor) -> Tensor:
+    """Kernels take any strides but want head_dim contiguous."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def _pointers(seen: Visibility, unused: Tensor) -> tuple[Tensor, ...]:
+    """Kernels take a pointer for every field; those not needed are never followed."""
+    return tuple(unused if field is None else field for field in seen)
+
+
+def _options(query: Tensor, seen: Visibility, pattern: Pattern) -> dict:
+    """The compile-time switches all kernels share."""
+    # torch's own setting decides whether float32 products may be rounded to tf32; if not, three
+    # tf32 products give float32 accuracy at tensor-core speed.
+    fast = torch.backends.cuda.matmul.allow_tf32
+    return {
+        "HEAD_DIM": query.shape[3],
+        "D": max(16, triton.next_power_of_2(query.shape[3])),
+        "BOUNDED": seen.start is not None,
+        "CAUSAL": pattern.causal,
+        "DROPOUT": pattern.dropout_p > 0,
+        "PRECISION": "tf32" if fast else "tf32x3",
+    }
+
+
+def _reach(pattern: Pattern, step: int, n: int) -> tuple[int, int, int]:
+    """Window and dilation cut down to what the row holds, so that no product can overflow."""
+    step = min(step, n)
+    most = triton.cdiv(n, step)
+    return min(pattern.left, most), min(pattern.right, most), step
+
+
+def _blocks(n: int, step: int, block: int) -> int:
+    return step * triton.cdiv(triton.cdiv(n, step), block)
+
+
+def _gathered(query: Tensor) -> int:
+    """Global tokens gathered into one tile of the window kernels."""
+    return 16
+
+
+def _splits(query: Tensor, tile: Tile) -> int:
+    """Pieces to cut the sequence into so that a few global rows occupy the whole GPU."""
+    batch, n, heads, _ = query.shape
+    wanted = triton.cdiv(4 * _processors(query.device), batch * heads)
+    longest = triton.cdiv(n, 4 * tile.stream)
+    return max(1, min(wanted, longest, MOST_SPLITS))
+
+
+def _mergers(query: Tensor) -> int:
+    """Programs per head that join the pieces of global rows."""
+    return 32 if query.is_cuda else 2
+
+
+def _tile(kernel: str, query: Tensor, reach: int) -> Tile:
+    return _fitted_tile(kernel, query.shape[3], query.dtype, reach, query.device)
+
+
+@lru_cache(maxsize=1024)
+def _fitted_tile(
+    kernel: str, head_dim: int, dtype: torch.dtype, reach: int, device: torch.device
+) -> Tile:
+    """The measured best cut, shrunk until it fits the GPU's shared memory."""
+    tile = _best_tile(kernel, head_dim, dtype, reach)
+    row = max(16, triton.next_power_of_2(head_dim)) * dtype.itemsize
+    limit = _shared_memory(device)
+    while 2 * row * (tile.own + tile.stages * tile.stream) > limit:
+        if tile.stages > 1:
+            tile = tile._replace(stages=tile.stages - 1)
+        elif tile.own > 16:
+            tile = tile._replace(own=tile.own // 2, stream=max(16, tile.stream // 2))
+        else:
+            break
+    return tile
+
+
+def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype, reach: int) -> Tile:
+    """From a brute-force search on an H200 (LOG.md); float32 is sized to fit, not tuned."""
+    if kernel == "global":
+        return Tile(16, 64, 4, 2)
+    if dtype == torch.float32:
+        return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(32, 32, 4, 2)
+    if head_dim > 128:
+        return Tile(64, 32, 4, 2)
+    if kernel == "forward":
+        return Tile(64, 64, 4, 3, 128 if head_dim <= 64 else 168)
+    if kernel == "backward_query":
+        return Tile(64, 64, 4, 2, 128 if 32 < head_dim <= 64 else None)
+    return Tile(64, 32, 4, 3, 168 if head_dim <= 64 else None)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes one program may use, less what Triton keeps for itself."""
+    if device.type != "cuda":
+        return 200_000
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 4096

@@ -1,0 +1,115 @@
+"""`window_attention` as a citizen of PyTorch: compile, export, autocast, checkpointing, opcheck."""
+
+import pytest
+import torch
+from ops.cases import Case
+from torch.utils.checkpoint import checkpoint
+
+from longspan import window_attention
+from longspan.ops.window import Pattern, autograd, visibility
+
+ON_GPU = torch.cuda.is_available()
+BACKEND = "triton" if ON_GPU else "blocked"
+CASE = Case(2, 70, 2, 2, 16, (9, 4), (1, 2), padding="holes", global_share=0.1)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
+def test_opcheck(backend, device):
+    given = CASE.inputs(torch.float32, device)
+    tensors = [t.requires_grad_() for t in given["tensors"]]
+    seen = visibility(tensors[0], **given["masks"])
+    numbers = (9, 4, [1, 2], 0.25, 0.0, True, backend)
+    torch.library.opcheck(autograd.forward_op, (*tensors, *seen, None, *numbers))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(dynamic, device):
+    def loss(q, k, v, mask, chosen):
+        out = window_attention(
+            q * 2, k, v, window=8, dilation=(1, 2), attention_mask=mask, global_mask=chosen
+        )
+        return (out * out).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (70, 33, 128):
+        given = CASE.with_(tokens=tokens).inputs(torch.float32, device)
+        masks = given["masks"]
+        results = []
+        for function in (loss, compiled):
+            q, k, v = (t.clone().requires_grad_() for t in given["tensors"])
+            value = function(q, k, v, masks["attention_mask"], masks["global_mask"])
+            results.append([value, *torch.autograd.grad(value, (q, k, v))])
+        for eager, fast in zip(*results, strict=True):
+            torch.testing.assert_close(eager, fast)
+
+
+@pytest.mark.skipif(
+    not ON_GPU, reason="inductor needs a compiler tool-chain the CPU image may lack"
+)
+def test_compiles_with_inductor(device):
+    given = CASE.inputs(torch.float32, device)
+
+    @torch.compile(fullgraph=True)
+    def call(q, k, v):
+        return window_attention(q, k, v, window=8, **given["masks"]).relu()
+
+    eager = window_attention(*given["tensors"], window=8, **given["masks"]).relu()
+    torch.testing.assert_close(call(*given["tensors"]), eager)
+
+
+def test_exports_with_dynamic_length(device):
+    class Module(torch.nn.Module):
+        def forward(self, q, mask):
+            return window_attention(q, q, q, window=8, attention_mask=mask)
+
+    q = torch.randn(2, 40, 2, 16, device=device)
+    mask = torch.ones(2, 40, dtype=torch.int64, device=device)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    program = torch.export.export(
+        Module(), (q, mask), dynamic_shapes={"q": {1: tokens}, "mask": {1: tokens}}
+    )
+    q = torch.randn(2, 93, 2, 16, device=device)
+    mask = torch.ones(2, 93, dtype=torch.int64, device=device)
+    mask[0, 50:] = 0
+    torch.testing.assert_close(program.module()(q, mask), Module()(q, mask))
+
+
+def test_autocast_decides_the_dtype(device):
+    q = torch.randn(1, 40, 2, 16, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = window_attention(q, q.to(torch.bfloat16), q, window=8, backend="auto")
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+
+
+def test_checkpointing_replays_dropout(device):
+    given = CASE.with_(padding="none", global_share=None).inputs(torch.float32, device)
+
+    def call(q, k, v):
+        return window_attention(q, k, v, window=8, dropout_p=0.4, backend=BACKEND)
+
+    grads = []
+    for function in (call, lambda *t: checkpoint(call, *t, use_reentrant=False)):
+        tensors = [t.clone().requires_grad_() for t in given["tensors"]]
+        torch.manual_seed(3)
+        out = function(*tensors)
+        grads.append([out, *torch.autograd.grad(out, tensors, given["grad"])])
+    for plain, replayed in zip(*grads, strict=True):
+        assert torch.equal(plain, replayed)
+
+
+def test_gradients_against_finite_differences():
+    case = CASE.with_(tokens=9, heads=2, head_dim=3, window=(2, 1))
+    given = case.inputs(torch.float64, torch.device("cpu"))
+    tensors = [t.requires_grad_() for t in given["tensors"]]
+    torch.autograd.gradcheck(
+        lambda *t: window_attention(*t, **given["masks"], **case.options(), backend="blocked"),
+        tensors,
+    )
+
+
+def test_pattern_groups_neighbouring_heads():
+    pattern = Pattern(1, 1, (1, 1, 2, 2, 1), 1.0)
+    assert pattern.head_groups() == [(0, 2, 1), (2, 4, 2), (4, 5, 1)]

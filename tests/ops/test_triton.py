@@ -1,0 +1,112 @@
+"""The fused kernels against the oracle: interpreted on the CPU, for real where there is a GPU."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ops.cases import FEATURES, Case, assert_within_budget, cases, run
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+ON_GPU = torch.cuda.is_available()
+# The interpreter's bfloat16 products are wrong, and it needs seconds for a GPU's microseconds.
+DTYPES = (
+    [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]
+)
+PLAIN = Case(2, 70, 2, 2, 16, (9, 4), (1, 1))
+
+
+EXAMPLES = [
+    PLAIN,
+    PLAIN.with_(dilation=(1, 3), window=(20, 0), global_share=0.1, padding="holes"),
+    PLAIN.with_(batch=1, documents=4, global_share=0.2, dropout_p=0.3, key_heads=1),
+    PLAIN.with_(tokens=1, window=(0, 0), global_share=1.0),
+    PLAIN.with_(tokens=200, window=(300, 300), global_share=0.9, batch=1),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_chosen_cases(case, dtype, device):
+    assert_within_budget(case, "triton", dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+@given(data=st.data())
+@settings(max_examples=25 if ON_GPU else 3, phases=(Phase.explicit, Phase.generate))
+def test_within_the_error_budget(feature, dtype, device, data):
+    case = data.draw(cases(feature, *((300, 4) if ON_GPU else (80, 2))))
+    assert_within_budget(case, "triton", dtype, device)
+
+
+LARGE = [
+    Case(1, 333, 2, 2, head_dim, window, dilation, padding, share, documents, seed=head_dim)
+    for head_dim in (16, 32, 48, 64, 80, 96, 128, 160, 256)
+    for window, dilation, padding, share, documents in [
+        ((40, 40), (1, 1), "none", None, None),
+        ((100, 0), (1, 2), "right", 0.05, None),
+        ((17, 64), (3, 1), "none", 0.02, 5),
+    ]
+]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="hours in the interpreter; runs where there is a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=lambda c: f"{c.head_dim}-{c.window}-{c.padding}")
+def test_every_head_size(case, dtype, device):
+    assert_within_budget(case, "triton", dtype, device)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs the parallel hardware to be a test")
+@pytest.mark.parametrize("share", [None, 0.01, 0.5])
+def test_results_do_not_depend_on_the_run(share, device):
+    case = Case(2, 3000, 4, 4, 64, (256, 256), (1, 1, 2, 2), "right", share, dropout_p=0.1)
+    first = run(case, "triton", torch.bfloat16, device)
+    for _ in range(3):
+        for a, b in zip(first, run(case, "triton", torch.bfloat16, device), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
+def test_captured_in_a_cuda_graph(device):
+    from longspan import window_attention
+
+    shape = (2, 700, 4, 64)
+    static = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    mask = torch.ones(2, 700, dtype=torch.int64, device=device)
+    chosen = torch.zeros_like(mask)
+    chosen[:, :3] = 1
+
+    def call():
+        return window_attention(
+            *static, window=128, dilation=(1, 1, 2, 2), attention_mask=mask, global_mask=chosen
+        )
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    # New numbers, another padding and more global tokens: nothing was baked in.
+    for tensor in static:
+        tensor.normal_()
+    mask[1, 400:] = 0
+    chosen[:, ::50] = 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, call())
+
+
+def test_far_offsets_do_not_overflow(device):
+    """A row longer than 2^31 elements from its start: addresses must be 64 bits wide."""
+    if not ON_GPU or torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs a GPU with 20 GB free")
+    wide = torch.randn(1, 1_400_000, 3, 8, 64, device=device, dtype=torch.bfloat16)
+    query, key, value = wide.unbind(2)  # token stride 1,536: the last row is 2.1e9 elements away
+    from longspan import window_attention
+
+    out = window_attention(query, key, value, window=64)
+    tail = slice(-500, None)
+    alone = window_attention(query[:, tail], key[:, tail], value[:, tail], window=64)
+    assert torch.equal(out[:, -400:], alone[:, -400:])
