@@ -1,0 +1,69 @@
+"""Peak memory of one pass on the CPU, measured in a process of its own.
+
+torch counts no peak for CPU tensors, so the operating system has to: the process's largest
+resident set during the pass, less what was resident just before it.
+"""
+
+import ctypes
+import gc
+import importlib.util
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from longspan.bench.cases import Case, Pass
+from longspan.bench.contenders import CONTENDERS
+
+_MIB = 1024 * 1024
+
+
+def peak_growth(contender: str, case: Case, kind: Pass, threads: int) -> float:
+    """MiB by which one pass of `contender` makes a fresh process grow."""
+    methods = multiprocessing.get_all_start_methods()
+    # Forked from a server that has only imported things, a child is fresh and starts at once.
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if context.get_start_method() == "forkserver":
+        preload = [__name__]
+        if importlib.util.find_spec("transformers"):
+            preload.append("transformers.models.longformer.modeling_longformer")
+        context.set_forkserver_preload(preload)
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(_measure, contender, case, kind, threads).result()
+
+
+def _measure(contender: str, case: Case, kind: Pass, threads: int) -> float:
+    torch.set_num_threads(threads)
+    build, device = CONTENDERS[contender].build, torch.device("cpu")
+    # A small pass first: code paged in and thread pools started are no part of the growth.
+    build(case.small(), device).ready(kind)()
+    run = build(case, device).ready(kind)
+    _give_back()
+    before = _resident("VmRSS")
+    run()
+    return max(0.0, (_resident("VmHWM") - before) / _MIB)
+
+
+def _give_back() -> None:
+    """Have the C library return freed memory: what it kept would hide growth later on."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _resident(field: str) -> int:
+    """Bytes resident now ("VmRSS") or at most so far ("VmHWM")."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+    import sys
+
+    # Only a peak is to be had here: growth then counts from the largest set so far.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

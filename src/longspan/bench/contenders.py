@@ -1,0 +1,265 @@
+"""Who is measured. A contender turns a case into a `Workload`: a forward pass that can be timed.
+
+Everything a user would prepare once per batch (masks, block masks, other memory layouts) is
+prepared here, outside what is timed. Optional packages are imported only by who needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.bench.cases import Case, Pass
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@dataclass
+class Workload:
+    """`forward()` is what is timed; `leaves` are the tensors that gradients are wanted for.
+
+    The first leaf is shaped like the output, in every contender.
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: list[Tensor]
+
+    def ready(self, kind: Pass) -> Callable[[], object]:
+        """The pass to be timed. It allocates nothing but what the pass itself needs."""
+        for leaf in self.leaves:
+            leaf.requires_grad_(kind != "forward")
+        if kind == "forward":
+            return torch.no_grad()(self.forward)
+        cotangent = torch.randn_like(self.leaves[0], requires_grad=False)
+        return lambda: self.forward().backward(cotangent)
+
+    def clear(self) -> None:
+        """Forget gradients, so that the next backward does not spend time on adding to them."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name, how it is called in tables and figures, and how to build it."""
+
+    name: str
+    label: str
+    build: Callable[[Case, torch.device], Workload]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+CONTENDERS: dict[str, Contender] = {}
+
+
+def contender(
+    name: str, label: str, devices: tuple[str, ...] = ("cpu", "cuda")
+) -> Callable[[Callable[[Case, torch.device], Workload]], Callable[[Case, torch.device], Workload]]:
+    """Register a builder under `name`."""
+
+    def register(
+        build: Callable[[Case, torch.device], Workload],
+    ) -> Callable[[Case, torch.device], Workload]:
+        CONTENDERS[name] = Contender(name, label, build, devices)
+        return build
+
+    return register
+
+
+def _qkv(case: Case, device: torch.device) -> list[Tensor]:
+    """Query, key and value, [batch, tokens, heads, head_dim]."""
+    shape = (case.batch, case.tokens, case.heads, case.head_dim)
+    dtype = getattr(torch, case.dtype)
+    return [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+
+
+def _global_mask(case: Case, device: torch.device) -> Tensor | None:
+    """Bool [batch, tokens]: the first tokens are global, as a question in front of its text."""
+    if case.globals == 0:
+        return None
+    positions = torch.arange(case.tokens, device=device)
+    return (positions < case.globals).expand(case.batch, -1).contiguous()
+
+
+def _backend(device: torch.device) -> str:
+    """Named, not "auto", so that a missing kernel is an error and never a slow number."""
+    return "triton" if device.type == "cuda" else "blocked"
+
+
+@contender("longspan", "longspan")
+def _longspan(case: Case, device: torch.device) -> Workload:
+    from longspan.ops.window import visibility, window_attention
+
+    q, k, v = _qkv(case, device)
+    mask = _global_mask(case, device)
+    seen = None if mask is None else visibility(q, global_mask=mask)
+
+    def forward() -> Tensor:
+        return window_attention(
+            q,
+            k,
+            v,
+            window=case.window,
+            dilation=case.dilation,
+            visibility=seen,
+            backend=_backend(device),
+        )
+
+    return Workload(forward, [q, k, v])
+
+
+@contender("longspan-unprepared", "longspan, unprepared")
+def _longspan_unprepared(case: Case, device: torch.device) -> Workload:
+    from longspan.ops.window import window_attention
+
+    q, k, v = _qkv(case, device)
+    mask = _global_mask(case, device)
+
+    def forward() -> Tensor:
+        return window_attention(
+            q,
+            k,
+            v,
+            window=case.window,
+            dilation=case.dilation,
+            global_mask=mask,
+            backend=_backend(device),
+        )
+
+    return Workload(forward, [q, k, v])
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    import torch._dynamo
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Each case has its own shapes, so each compiles anew; the default limit is 8 in a process.
+    torch._dynamo.config.recompile_limit = 1024
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _block_mask(case: Case, device: torch.device) -> BlockMask:
+    import warnings
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    half = case.window // 2
+    mask = _global_mask(case, device)
+
+    def band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j).abs() <= half
+
+    def band_or_global(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert mask is not None
+        return ((i - j).abs() <= half) | mask[0, i] | mask[0, j]
+
+    n = case.tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # recent versions announce another spelling of _compile
+        # Uncompiled, this needs n x n memory: 512 GiB at 262,144 tokens.
+        mask_mod = band if mask is None else band_or_global
+        return create_block_mask(mask_mod, None, None, n, n, device=device, _compile=True)
+
+
+@contender("flex", "FlexAttention", devices=("cuda",))
+def _flex(case: Case, device: torch.device) -> Workload:
+    if case.dilation != 1:
+        raise ValueError("the FlexAttention contender has no dilation")
+    flex = _compiled_flex()
+    block_mask = _block_mask(case, device)
+    q, k, v = (t.transpose(1, 2).contiguous() for t in _qkv(case, device))
+    return Workload(lambda: flex(q, k, v, block_mask=block_mask), [q, k, v])
+
+
+@contender("sdpa", "dense, SDPA")
+def _sdpa(case: Case, device: torch.device) -> Workload:
+    q, k, v = (t.transpose(1, 2).contiguous() for t in _qkv(case, device))
+    return Workload(lambda: F.scaled_dot_product_attention(q, k, v), [q, k, v])
+
+
+@contender("eager", "dense, written out", devices=("cuda",))
+def _eager(case: Case, device: torch.device) -> Workload:
+    q, k, v = (t.transpose(1, 2).contiguous() for t in _qkv(case, device))
+    scale = case.head_dim**-0.5
+    return Workload(lambda: ((q * scale) @ k.transpose(2, 3)).softmax(-1) @ v, [q, k, v])
+
+
+def _hidden(case: Case, device: torch.device) -> Tensor:
+    shape = (case.batch, case.tokens, case.heads * case.head_dim)
+    return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
+
+
+def _layer_workload(layer: nn.Module, hidden: Tensor, forward: Callable[[], Tensor]) -> Workload:
+    return Workload(forward, [hidden, *layer.parameters()])
+
+
+@contender("longspan-layer", "longspan")
+def _longspan_layer(case: Case, device: torch.device) -> Workload:
+    from longspan.layers.window import WindowAttention
+
+    hidden = _hidden(case, device)
+    mask = _global_mask(case, device)
+    dim = case.heads * case.head_dim
+    layer = WindowAttention(dim, case.heads, case.window, backend=_backend(device))
+    layer = layer.to(device, hidden.dtype).eval()
+    return _layer_workload(layer, hidden, lambda: layer(hidden, global_mask=mask))
+
+
+@contender("longformer-layer", "transformers Longformer")
+def _longformer_layer(case: Case, device: torch.device) -> Workload:
+    from transformers import LongformerConfig
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    hidden = _hidden(case, device)
+    config = LongformerConfig(
+        hidden_size=case.heads * case.head_dim,
+        num_attention_heads=case.heads,
+        attention_window=[case.window],
+        attention_probs_dropout_prob=0.0,
+        num_hidden_layers=1,
+    )
+    layer = LongformerSelfAttention(config, layer_id=0).to(device, hidden.dtype).eval()
+    # What LongformerModel hands to each layer: 0 = local, > 0 = global, < 0 = padding.
+    is_global = _global_mask(case, device)
+    if is_global is None:
+        is_global = torch.zeros(case.batch, case.tokens, dtype=torch.bool, device=device)
+    mask = is_global.to(hidden.dtype) * 10_000
+    arguments = {
+        "attention_mask": mask,
+        "is_index_masked": mask < 0,
+        "is_index_global_attn": is_global,
+        "is_global_attn": case.globals > 0,
+    }
+    return _layer_workload(layer, hidden, lambda: layer(hidden, **arguments)[0])
+
+
+class _DenseLayer(nn.Module):
+    """The projections of a Longformer layer around torch's own dense attention."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = (
+            project(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@contender("sdpa-layer", "dense, SDPA")
+def _sdpa_layer(case: Case, device: torch.device) -> Workload:
+    hidden = _hidden(case, device)
+    layer = _DenseLayer(case.heads * case.head_dim, case.heads).to(device, hidden.dtype)
+    return _layer_workload(layer, hidden, lambda: layer(hidden))

@@ -1,0 +1,142 @@
+"""Time and memory of contenders on one case, one point after the other."""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from longspan.bench.cases import Case, Pass
+from longspan.bench.child import peak_growth
+from longspan.bench.contenders import CONTENDERS, Workload
+
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How measuring is done. Points are comparable only under the same settings."""
+
+    device: str
+    threads: int
+    # CPU: contenders take turns, round by round, until `seconds` have passed or `rounds` are done.
+    rounds: int = 7
+    seconds: float = 60.0
+    # CUDA: milliseconds spent on warming up and on measuring, per point.
+    warmup_ms: int = 10
+    rep_ms: int = 60
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement. `error` stands in place of the numbers where there are none."""
+
+    case: Case
+    contender: str
+    kind: Pass
+    ms: float | None = None
+    mib: float | None = None
+    error: str | None = None
+
+
+def measure(
+    case: Case, kind: Pass, contenders: Sequence[str], settings: Settings
+) -> Iterator[Point]:
+    """Measure `contenders` side by side on `case`."""
+    method = _measure_cuda if settings.device == "cuda" else _measure_cpu
+    return method(case, kind, contenders, settings)
+
+
+def _measure_cuda(
+    case: Case, kind: Pass, contenders: Sequence[str], settings: Settings
+) -> Iterator[Point]:
+    from triton.testing import do_bench
+
+    device = torch.device("cuda")
+    for name in contenders:
+        try:
+            workload = CONTENDERS[name].build(case, device)
+            run = workload.ready(kind)
+            run()  # compiles and tunes what has to be
+            workload.clear()
+            mib = _cuda_growth(run)
+            workload.clear()
+            ms: Any = do_bench(
+                run,
+                warmup=settings.warmup_ms,
+                rep=settings.rep_ms,
+                grad_to_none=workload.leaves,
+                return_mode="median",
+            )
+            yield Point(case, name, kind, ms=ms, mib=mib)
+        except Exception as error:
+            yield Point(case, name, kind, error=_reason(error))
+        # The next contender shall find the memory that this one used.
+        workload = run = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _cuda_growth(run: Any) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _measure_cpu(
+    case: Case, kind: Pass, contenders: Sequence[str], settings: Settings
+) -> Iterator[Point]:
+    device, threads = torch.device("cpu"), torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        ready: dict[str, tuple[Workload, Any]] = {}
+        for name in contenders:
+            try:
+                CONTENDERS[name].build(case.small(), device).ready(kind)()
+                workload = CONTENDERS[name].build(case, device)
+                ready[name] = workload, workload.ready(kind)
+            except Exception as error:
+                yield Point(case, name, kind, error=_reason(error))
+        times = _interleave(ready, settings)
+    finally:
+        torch.set_num_threads(threads)
+    del ready
+    # Memory does not depend on who else is running, so two processes may measure it at a time.
+    with ThreadPoolExecutor(2) as pool:
+        growth = pool.map(lambda name: peak_growth(name, case, kind, settings.threads), times)
+        for (name, samples), mib in zip(times.items(), growth, strict=True):
+            yield Point(case, name, kind, ms=1e3 * statistics.median(samples), mib=mib)
+
+
+def _interleave(
+    ready: dict[str, tuple[Workload, Any]], settings: Settings
+) -> dict[str, list[float]]:
+    """Seconds of each pass, in turns: another program's load then falls on all contenders."""
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    begin = time.perf_counter()
+    for _ in range(settings.rounds):
+        for name, (workload, run) in ready.items():
+            workload.clear()
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+        if time.perf_counter() - begin > settings.seconds:
+            break
+    return times
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return OUT_OF_MEMORY
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]

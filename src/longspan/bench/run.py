@@ -1,0 +1,117 @@
+"""Carry out a suite: measure what is missing, save after every point."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from longspan import machine
+from longspan.bench.cases import PASSES, Job, Pass
+from longspan.bench.contenders import CONTENDERS
+from longspan.bench.measure import Point, Settings, measure
+from longspan.bench.store import Results, resume
+
+# The code whose change makes earlier points worthless.
+_MEASURED = ("ops", "layers", "bench/contenders.py", "bench/measure.py", "bench/child.py")
+
+
+def header(settings: Settings) -> dict[str, Any]:
+    """Everything about a run that is not a point."""
+    return {
+        "benchmark": "attention",
+        "machine": machine.describe(torch.device(settings.device), settings.threads),
+        "versions": machine.versions(),
+        "source": machine.source_digest(*_MEASURED),
+        "commit": machine.commit(),
+        "settings": settings.as_dict(),
+    }
+
+
+def run(
+    jobs: Sequence[Job],
+    settings: Settings,
+    path: Path,
+    console: Console,
+    *,
+    fresh: bool = False,
+) -> Results:
+    """Measure every point of `jobs` that `path` does not hold yet; return all it then holds."""
+    head = header(settings)
+    results, discarded = (Results(head), None) if fresh else resume(path, head)
+    if discarded:
+        console.print(f"[yellow]starting over:[/] earlier results in {path} were {discarded}")
+    groups = list(_groups(jobs, settings.device, results))
+    total = sum(len(names) for _, _, names in groups)
+    if results.points:
+        console.print(f"{len(results.points)} points measured before, {total} to go")
+    with _progress(console, total) as advance:
+        for job, kind, names in groups:
+            advance.announce(f"{job.case}, {kind}")
+            for point in measure(job.case, kind, names, settings):
+                results.add(point)
+                results.save(path)
+                advance(point)
+    return results
+
+
+def _groups(
+    jobs: Sequence[Job], device: str, results: Results
+) -> Iterator[tuple[Job, Pass, list[str]]]:
+    for job in jobs:
+        names = [name for name in job.contenders if device in CONTENDERS[name].devices]
+        for kind in PASSES:
+            missing = [name for name in names if not results.done(job.case, name, kind)]
+            if missing:
+                # On a CPU contenders are timed in turns, so a group is measured as a whole.
+                yield job, kind, names if device == "cpu" else missing
+
+
+class _Advance(Protocol):
+    def __call__(self, point: Point) -> None: ...
+    def announce(self, what: str) -> None: ...
+
+
+class _Bar:
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress = progress
+        self.task = progress.add_task("", total=total)
+
+    def announce(self, what: str) -> None:
+        self.progress.update(self.task, description=what)
+
+    def __call__(self, point: Point) -> None:
+        self.progress.advance(self.task)
+
+
+class _Lines:
+    """For logs: one line per point, out at once."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.count = console, total, 0
+
+    def announce(self, what: str) -> None: ...
+
+    def __call__(self, point: Point) -> None:
+        self.count += 1
+        outcome = point.error or f"{point.ms:.3f} ms, {point.mib:.1f} MiB"
+        line = f"[{self.count}/{self.total}] {point.contender}, {point.case}, {point.kind}"
+        self.console.print(f"{line}: {outcome}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[_Advance]:
+    if not console.is_terminal:
+        yield _Lines(console, total)
+        return
+    columns = (
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Bar(progress, total)

@@ -1,0 +1,102 @@
+"""One JSON file per device: read to resume, written after every point."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from longspan.bench.cases import Case, Pass
+from longspan.bench.measure import OUT_OF_MEMORY, Point
+
+# What must agree for two points to stand in one file.
+_IDENTITY = ("machine", "versions", "source", "settings")
+
+Key = tuple[Case, str, Pass]
+
+
+@dataclass
+class Results:
+    """Where, when and with what the points were measured, and the points."""
+
+    header: dict[str, Any]
+    points: dict[Key, Point] = field(default_factory=dict)
+
+    def add(self, point: Point) -> None:
+        self.points[point.case, point.contender, point.kind] = point
+
+    def done(self, case: Case, contender: str, kind: Pass) -> bool:
+        """Whether the point need not be measured again. Failures are tried again."""
+        point = self.points.get((case, contender, kind))
+        return point is not None and point.error in (None, OUT_OF_MEMORY)
+
+    def get(self, case: Case, contender: str, kind: Pass) -> Point | None:
+        return self.points.get((case, contender, kind))
+
+    def save(self, path: Path) -> None:
+        """Write to a temporary name, then rename: a reader never sees half a file."""
+        points = [
+            {
+                "case": p.case.as_dict(),
+                "contender": p.contender,
+                "pass": p.kind,
+                "ms": None if p.ms is None else round(p.ms, 5),
+                "mib": None if p.mib is None else round(p.mib, 2),
+                **({"error": p.error} if p.error else {}),
+            }
+            for p in self.points.values()
+        ]
+        self.header["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        head = json.dumps(self.header, indent=2)[:-2]
+        # One line per point keeps the file easy to read and to compare.
+        body = ",\n    ".join(json.dumps(point) for point in points)
+        text = f'{head},\n  "points": [\n    {body}\n  ]\n}}\n'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def load(path: Path) -> Results:
+    """Read a results file; an error says what is wrong with it."""
+    try:
+        content = json.loads(path.read_text())
+        points = content.pop("points")
+        results = Results(header=content)
+        for p in points:
+            results.add(
+                Point(
+                    case=Case(**p["case"]),
+                    contender=p["contender"],
+                    kind=p["pass"],
+                    ms=p["ms"],
+                    mib=p["mib"],
+                    error=p.get("error"),
+                )
+            )
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; `longspan bench attention` writes it") from None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a file of bench results: {error!r}") from error
+    return results
+
+
+def resume(path: Path, header: dict[str, Any]) -> tuple[Results, str | None]:
+    """The results to go on from: those at `path` if they agree with `header`, else none.
+
+    Also returns why earlier results were not used, if there were any.
+    """
+    if not path.exists():
+        return Results(header), None
+    try:
+        earlier = load(path)
+    except ValueError as error:
+        return Results(header), str(error)
+    changed = [name for name in _IDENTITY if earlier.header.get(name) != header[name]]
+    if changed:
+        return Results(header), f"measured with other {', '.join(changed)}"
+    return Results(header, earlier.points), None

@@ -1,0 +1,191 @@
+"""The `longspan` command. Everything slow is imported by the command that needs it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import longspan
+
+app = typer.Typer(
+    name="longspan",
+    help="Transformers that read whole documents.\n\n"
+    "Start with [bold]longspan doctor[/]: it says what can run here. "
+    "Then [bold]longspan bench attention --quick[/] measures it.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+)
+bench_app = typer.Typer(
+    help="Measure time and memory; tables, targets and figures come with it.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"longspan {longspan.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print plain JSON, for scripts.")] = False,
+) -> None:
+    """Say what is installed, which devices there are and which backends can run on each.
+
+    A backend that cannot run gives its reason. "auto" marks the one that
+    [bold]window_attention(..., backend="auto")[/] takes.
+    """
+    from longspan.doctor import examine, show
+
+    findings = examine()
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(findings, indent=2))
+    else:
+        show(findings, Console())
+
+
+@bench_app.command()
+def attention(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few short lengths: seconds, also on a CPU.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; the best one there is by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    lengths: Annotated[
+        str | None, typer.Option(help="Sequence lengths, e.g. 4096,16384; multiples of 512.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this contender; may be given several times.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file and the figures.")] = Path(
+        "bench/results"
+    ),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure everything again, do not resume.")
+    ] = False,
+) -> None:
+    """Time and memory of window attention against its alternatives, forward and backward.
+
+    Writes [bold]attention-<device>.json[/] after every point, so an interrupted run goes on where
+    it stopped when started again the same way, then prints tables and draws figures from it.
+
+    [bold]longspan bench attention --quick[/] takes seconds;
+    [bold]longspan bench attention --only longspan --only flex[/] narrows the field.
+    """
+    import torch
+
+    from longspan.bench.cases import suite
+    from longspan.bench.measure import Settings
+    from longspan.bench.run import run
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    _check_choice("--dtype", dtype, ["bfloat16", "float16", "float32"])
+    jobs = suite(
+        device=device,
+        dtype=dtype,
+        quick=quick,
+        lengths=_parse_lengths(lengths),
+        only=_check_only(only or []),
+    )
+    if quick:
+        settings = Settings(device, threads, rounds=3, seconds=1.5, rep_ms=30)
+    else:
+        settings = Settings(device, threads)
+    console = _console()
+    path = output / f"attention-{device}.json"
+    try:
+        run(jobs, settings, path, console, fresh=fresh)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; what was measured is in {path}, the same command goes on")
+        raise typer.Exit(130) from None
+    _report(path, console)
+
+
+@bench_app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="An attention-<device>.json of an earlier run.")],
+) -> None:
+    """Print the tables of a results file again and redraw its figures beside it."""
+    _report(file, _console())
+
+
+def _console() -> Console:
+    """The terminal; or, for logs and files, a page wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def _report(path: Path, console: Console) -> None:
+    from longspan.bench.claims import claims
+    from longspan.bench.figure import draw
+    from longspan.bench.report import show
+    from longspan.bench.store import load
+
+    try:
+        results = load(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    show(results, claims(results), console)
+    for figure in [path, *draw(results, path.with_suffix(""))]:
+        console.print(f"wrote {figure}", soft_wrap=True, highlight=False)
+
+
+def _check_choice(option: str, given: str, allowed: list[str]) -> None:
+    if given not in allowed:
+        raise typer.BadParameter(f"{option} {given}: choose from {', '.join(allowed)}")
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    _check_choice("--device", device, ["cpu", "cuda"])
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch sees no CUDA device; see `longspan doctor`")
+
+
+def _check_only(only: list[str]) -> list[str]:
+    from longspan.bench.contenders import CONTENDERS
+
+    for name in only:
+        _check_choice("--only", name, list(CONTENDERS))
+    return only
+
+
+def _parse_lengths(lengths: str | None) -> list[int] | None:
+    if lengths is None:
+        return None
+    try:
+        parsed = [int(part) for part in lengths.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--lengths {lengths}: give numbers, e.g. 4096,16384") from None
+    wrong = [n for n in parsed if n < 512 or n % 512]
+    if wrong:
+        # transformers' Longformer takes nothing else; ours has no such rule.
+        raise typer.BadParameter(f"--lengths: {wrong} are not multiples of the window, 512")
+    return parsed
+
+
+if __name__ == "__main__":
+    app()

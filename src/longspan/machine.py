@@ -1,0 +1,84 @@
+"""What longspan runs on and with: versions, devices, the source itself. Never a host name."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import longspan
+
+PACKAGE = Path(__file__).parent
+
+
+def versions() -> dict[str, str | None]:
+    """Version of everything that can change a result; None for what is not installed."""
+    found: dict[str, str | None] = {
+        "longspan": longspan.__version__,
+        "python": platform.python_version(),
+    }
+    for package in ("torch", "triton", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    found["cuda"] = torch.version.cuda
+    return found
+
+
+def source_digest(*parts: str) -> str:
+    """A short hash of files and folders of ours, to tell numbers of changed code apart."""
+    digest = hashlib.sha256()
+    for part in parts:
+        root = PACKAGE / part
+        for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(PACKAGE).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def commit() -> str | None:
+    """The commit this package is a checkout of, marked if there are uncommitted changes."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        # Installed into an environment inside some other repository, that one is not ours.
+        if Path(git("rev-parse", "--show-toplevel")) / "src" / "longspan" != PACKAGE.resolve():
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cpu_count() -> int:
+    """Cores this process may use, which a container may have made fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe(device: torch.device, threads: int) -> str:
+    """One line naming the machine a result was measured on, e.g. "1x NVIDIA H200"."""
+    if device.type == "cuda":
+        return f"1x {torch.cuda.get_device_name(device)}"
+    return f"{cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"

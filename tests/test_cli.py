@@ -1,0 +1,133 @@
+"""The command line: doctor, and a benchmark that resumes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import longspan
+from longspan.bench import run as bench_run
+from longspan.bench.cases import Case, Pass
+from longspan.bench.measure import Point
+from longspan.cli import app
+from longspan.ops.window import BACKENDS
+
+
+def invoke(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result.output
+
+
+def test_version() -> None:
+    assert invoke("--version") == f"longspan {longspan.__version__}\n"
+
+
+def test_doctor_names_every_backend() -> None:
+    output = invoke("doctor")
+    assert "auto picks it" in output
+    for backend in BACKENDS:
+        assert backend.name in output
+
+
+def test_doctor_json() -> None:
+    found = json.loads(invoke("doctor", "--json"))
+    assert found["versions"]["longspan"] == longspan.__version__
+    cpu = found["devices"][0]
+    assert cpu["device"] == "cpu"
+    able = [b["name"] for b in cpu["backends"] if b["refusal"] is None]
+    assert cpu["auto"] in able
+
+
+def test_quick_bench_writes_points_and_figures(tmp_path: Path) -> None:
+    """Really measured, at the shortest length there is."""
+    arguments = ("bench", "attention", "--quick", "--device", "cpu", "--lengths", "512")
+    output = invoke(*arguments, "--output", str(tmp_path))
+    content = json.loads((tmp_path / "attention-cpu.json").read_text())
+    assert "failed" not in output
+    assert len(content["points"]) == 6  # three contenders, two passes
+    assert all(p["ms"] > 0 and p["mib"] > 0 for p in content["points"])
+    assert set(content) >= {"machine", "versions", "commit", "date", "settings"}
+    for ending in (".png", ".svg"):
+        assert (tmp_path / f"attention-cpu{ending}").stat().st_size > 1000
+
+
+class FakeMeasure:
+    """Stands in for the clock: counts points, and can be interrupted before one of them."""
+
+    def __init__(self, stop_before: int | None = None) -> None:
+        self.measured: list[tuple[int, str, str]] = []
+        self.stop_before = stop_before
+
+    def __call__(self, case: Case, kind: Pass, contenders: list[str], settings: Any):
+        for name in contenders:
+            if len(self.measured) == self.stop_before:
+                raise KeyboardInterrupt
+            self.measured.append((case.tokens, kind, name))
+            yield Point(case, name, kind, ms=1.0 * case.tokens, mib=2.0)
+
+
+def test_interrupted_bench_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("bench", "attention", "--quick", "--device", "cpu", "--lengths", "512,1024")
+    arguments += ("--output", str(tmp_path))
+    first = FakeMeasure(stop_before=6)
+    monkeypatch.setattr(bench_run, "measure", first)
+    assert "interrupted" in invoke(*arguments, code=130)
+    assert len(json.loads((tmp_path / "attention-cpu.json").read_text())["points"]) == 6
+
+    second = FakeMeasure()
+    monkeypatch.setattr(bench_run, "measure", second)
+    assert "6 points measured before, 6 to go" in invoke(*arguments)
+    assert len(second.measured) == 6
+    assert not set(first.measured) & set(second.measured)
+
+    third = FakeMeasure()
+    monkeypatch.setattr(bench_run, "measure", third)
+    invoke(*arguments)
+    assert third.measured == []
+    invoke(*arguments, "--fresh")
+    assert len(third.measured) == 12
+
+
+def test_other_settings_start_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("bench", "attention", "--quick", "--device", "cpu", "--lengths", "512")
+    arguments += ("--output", str(tmp_path))
+    fake = FakeMeasure()
+    monkeypatch.setattr(bench_run, "measure", fake)
+    invoke(*arguments)
+    output = invoke(*arguments, "--threads", "2")
+    assert "starting over" in output
+    assert len(fake.measured) == 12
+
+
+def test_report_redraws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "measure", FakeMeasure())
+    invoke("bench", "attention", "--quick", "--device", "cpu", "--output", str(tmp_path))
+    figure = tmp_path / "attention-cpu.svg"
+    before = figure.read_bytes()
+    figure.unlink()
+    output = invoke("bench", "report", str(tmp_path / "attention-cpu.json"))
+    assert "Targets" in output
+    assert figure.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lengths", "100"), "multiples of the window"),
+        (("--lengths", "many"), "give numbers"),
+        (("--only", "nobody"), "choose from"),
+        (("--device", "tpu"), "choose from cpu, cuda"),
+        (("--dtype", "int8"), "choose from"),
+    ],
+)
+def test_wrong_options_say_what_is_right(arguments: tuple[str, ...], message: str) -> None:
+    output = invoke("bench", "attention", *arguments, code=2)
+    assert message in " ".join(output.replace("│", " ").split())
+
+
+def test_report_of_a_missing_file(tmp_path: Path) -> None:
+    output = invoke("bench", "report", str(tmp_path / "none.json"), code=2)
+    assert "does not exist" in " ".join(output.replace("│", " ").split())
