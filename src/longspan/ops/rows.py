@@ -66,9 +66,9 @@ def global_attention(
         late: apply the projections to the rows (True) or to the tokens (False); by default
             whichever is cheaper.
     """
+    _check(query, hidden, key_weight, value_weight, positions)
     batch, rows, heads, head_dim = query.shape
     tokens, dim = hidden.shape[1:]
-    _check(query, hidden, key_weight, value_weight, positions)
     if late is None:
         late = rows * heads < dim
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -83,13 +83,12 @@ def global_attention(
         keys = linear(hidden, key_weight.flatten(0, 1)).view(batch, tokens, heads, head_dim)
         scores = torch.einsum("bghd,bnhd->bghn", query * scale, keys)
 
-    mask = _visible(positions, tokens, seen, causal)[:, :, None, :]
-    blank = ~mask.any(dim=-1, keepdim=True)
+    bias, blank = _visible(positions, tokens, seen, causal)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)[:, :, None, :]
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    scores = scores.to(wide).masked_fill(~mask, -torch.inf).masked_fill(blank, 0.0)
-    weights = torch.softmax(scores, dim=-1).masked_fill(blank, 0.0)
-    # The weights of a row add up to one only without dropout, and to zero in a blank row.
-    weights = dropout(weights, dropout_p).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = dropout(weights, dropout_p)
     if late:
         pooled = torch.matmul(weights.flatten(1, 2), hidden).view(batch, rows, heads, dim)
         out = torch.einsum("bghD,hdD->bghd", pooled, value_weight)
@@ -98,22 +97,33 @@ def global_attention(
         out = torch.einsum("bghn,bnhd->bghd", weights, values)
     if value_bias is not None:
         bias = value_bias.to(query.dtype).view(heads, head_dim)
-        share = weights.sum(dim=-1, keepdim=True) if dropout_p > 0 else (~blank).to(query.dtype)
-        out = out + bias * share
-    return out
+        # Weights add up to one, but for what dropout does to them.
+        out = out + (bias * weights.sum(dim=-1, keepdim=True) if dropout_p > 0 else bias)
+    return out.masked_fill(blank[..., None, None], 0.0)
 
 
-def _visible(positions: Tensor, tokens: int, seen: Visibility | None, causal: bool) -> Tensor:
-    """Bool [batch, g, tokens]."""
+def _visible(
+    positions: Tensor, tokens: int, seen: Visibility | None, causal: bool
+) -> tuple[Tensor | None, Tensor]:
+    """What to add to the scores [batch, g, tokens], 0 or -inf, and which rows see nothing
+    [batch, g]. The latter see everything instead, so that no softmax is NaN, and are blanked."""
+    blank = positions < 0
+    bounded = seen is not None and seen.stop is not None
+    if not causal and not bounded:
+        return None, blank
     key = torch.arange(tokens, device=positions.device)
-    mask = (positions >= 0)[..., None].expand(-1, -1, tokens)
+    at = positions.clamp(min=0).long()
+    mask = (~blank)[..., None].expand(-1, -1, tokens)
     if causal:
         mask = mask & (key <= positions[..., None])
     if seen is not None and seen.start is not None and seen.stop is not None:
-        at = positions.clamp(min=0)
         mask = mask & (key >= seen.start.gather(1, at)[..., None])
         mask = mask & (key < seen.stop.gather(1, at)[..., None]) & (seen.stop > 0)[:, None, :]
-    return mask
+    blank = ~mask.any(dim=-1)
+    bias = torch.zeros((), device=positions.device).masked_fill(
+        ~(mask | blank[..., None]), -torch.inf
+    )
+    return bias, blank
 
 
 def _check(

@@ -18,12 +18,28 @@ def _refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return None if dtype in _FLOATS else f"it computes in floating point, not {dtype}"
 
 
-def _refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _triton_unavailable(device: torch.device) -> str | None:
     try:
         from longspan.ops.window import triton
     except ImportError as error:
         return f"Triton cannot be imported ({error}); `pip install triton` on Linux"
-    return triton.refusal(device, dtype, head_dim)
+    return triton.unavailable(device)
+
+
+# What the machine can do does not change while a graph is traced, and asking is not traceable.
+# This is all that `torch.compiler.assume_constant_result` does, after importing the compiler.
+_triton_unavailable._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    reason = _triton_unavailable(device)
+    if reason is not None:
+        return reason
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the kernels compute in float16, bfloat16 or float32, not {dtype}"
+    if head_dim > 256:
+        return f"head_dim {head_dim} is above 256, the most that fits on chip"
+    return None
 
 
 # In the order in which `auto` tries them.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longspan.ops.window.pattern import Pattern, Visibility
 
@@ -104,6 +105,27 @@ def _backward(ctx, grad, _grad_lse):
 forward_op.register_autograd(_backward, setup_context=_save)
 
 
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher's checks, which cost more than a short sequence."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, seen, pattern, seed, backend):
+        out, lse = _implementation(backend).forward(query, key, value, seen, pattern, seed)
+        ctx.save_for_backward(query, key, value, out, lse, seed, *seen)
+        ctx.rest = pattern, backend
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, out, lse, seed, *seen = ctx.saved_tensors
+        pattern, backend = ctx.rest
+        grads = _implementation(backend).backward(
+            grad, query, key, value, out, lse, Visibility(*seen), pattern, seed
+        )
+        return (*grads, None, None, None, None)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -114,6 +136,8 @@ def attend(
     backend: str,
 ) -> Tensor:
     """Window attention by a fused backend. Differentiable once."""
+    if type(query) is Tensor and query.device.type != "meta" and not torch.compiler.is_compiling():
+        return _Eager.apply(query, key, value, seen, pattern, seed, backend)
     out, _ = forward_op(
         query,
         key,

@@ -68,6 +68,8 @@ def visibility(
     cu_seqlens: Tensor | None = None,
 ) -> Visibility:
     """Describe a batch shaped [batch, tokens, ...] like `like`, without reading anything back."""
+    if attention_mask is None and global_mask is None and cu_seqlens is None:
+        return Visibility()
     batch, tokens = like.shape[:2]
     position = torch.arange(tokens, device=like.device, dtype=torch.int32)
     valid = None if attention_mask is None else attention_mask != 0

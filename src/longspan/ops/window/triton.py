@@ -38,12 +38,9 @@ def lse_row(n: int) -> int:
     return (n + 15) // 16 * 16
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why these kernels cannot serve such tensors, or None if they can."""
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the kernels compute in float16, bfloat16 or float32, not {dtype}"
-    if head_dim > 256:
-        return f"head_dim {head_dim} is above 256, the most that fits on chip"
+@lru_cache
+def unavailable(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this device, or None if they can."""
     if triton.knobs.runtime.interpret:
         return None
     if device.type != "cuda":
@@ -180,6 +177,15 @@ def _rows_dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _padded_dim(head_dim: int) -> int:
+    """Columns of a tile: the next power of two, at least what a matrix unit takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
@@ -196,7 +202,7 @@ def _options(query: Tensor, seen: Visibility, pattern: Pattern) -> dict:
     fast = torch.backends.cuda.matmul.allow_tf32
     return {
         "HEAD_DIM": query.shape[3],
-        "D": max(16, triton.next_power_of_2(query.shape[3])),
+        "D": _padded_dim(query.shape[3]),
         "BOUNDED": seen.start is not None,
         "CAUSAL": pattern.causal,
         "DROPOUT": pattern.dropout_p > 0,
@@ -207,12 +213,12 @@ def _options(query: Tensor, seen: Visibility, pattern: Pattern) -> dict:
 def _reach(pattern: Pattern, step: int, n: int) -> tuple[int, int, int]:
     """Window and dilation cut down to what the row holds, so that no product can overflow."""
     step = min(step, n)
-    most = triton.cdiv(n, step)
+    most = _cdiv(n, step)
     return min(pattern.left, most), min(pattern.right, most), step
 
 
 def _blocks(n: int, step: int, block: int) -> int:
-    return step * triton.cdiv(triton.cdiv(n, step), block)
+    return step * _cdiv(_cdiv(n, step), block)
 
 
 def _gathered(query: Tensor) -> int:
@@ -223,8 +229,8 @@ def _gathered(query: Tensor) -> int:
 def _splits(query: Tensor, tile: Tile) -> int:
     """Pieces to cut the sequence into so that a few global rows occupy the whole GPU."""
     batch, n, heads, _ = query.shape
-    wanted = triton.cdiv(4 * _processors(query.device), batch * heads)
-    longest = triton.cdiv(n, 4 * tile.stream)
+    wanted = _cdiv(4 * _processors(query.device), batch * heads)
+    longest = _cdiv(n, 4 * tile.stream)
     return max(1, min(wanted, longest, MOST_SPLITS))
 
 
@@ -243,7 +249,7 @@ def _fitted_tile(
 ) -> Tile:
     """The measured best cut, shrunk until it fits the GPU's shared memory."""
     tile = _best_tile(kernel, head_dim, dtype, reach)
-    row = max(16, triton.next_power_of_2(head_dim)) * dtype.itemsize
+    row = _padded_dim(head_dim) * dtype.itemsize
     limit = _shared_memory(device)
     while 2 * row * (tile.own + tile.stages * tile.stream) > limit:
         if tile.stages > 1:
@@ -258,7 +264,7 @@ def _fitted_tile(
 def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype, reach: int) -> Tile:
     """From a brute-force search on an H200 (LOG.md); float32 is sized to fit, not tuned."""
     if kernel == "global":
-        return Tile(16, 64, 4, 2)
+        return Tile(16, 64, 4, 3)
     if dtype == torch.float32:
         return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(32, 32, 4, 2)
     if head_dim > 128:

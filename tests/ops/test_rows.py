@@ -1,0 +1,167 @@
+"""The rows of global tokens: late projection is the same function as projecting every token."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan import window_attention
+from longspan.ops import global_attention, global_positions, visibility
+
+
+def build(batch, tokens, heads, head_dim, dim, share, seed, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    inner = heads * head_dim
+    chosen = (torch.rand(batch, tokens, generator=draw) < share).long()
+    return {
+        "hidden": normal(batch, tokens, dim),
+        "weights": [normal(inner, dim) / dim**0.5 for _ in range(3)],
+        "biases": [normal(inner) for _ in range(3)],
+        "chosen": chosen,
+        "mask": (torch.rand(batch, tokens, generator=draw) < 0.7).long(),
+        "positions": global_positions(chosen),
+    }
+
+
+def rows(given_, heads, **options):
+    """Project the queries of the global tokens, then attend."""
+    hidden, positions = given_["hidden"], given_["positions"]
+    at = positions.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[2])
+    query = hidden.gather(1, at) @ given_["weights"][0].T + given_["biases"][0]
+    return global_attention(
+        query.unflatten(-1, (heads, -1)),
+        hidden,
+        given_["weights"][1],
+        given_["weights"][2],
+        given_["biases"][2],
+        positions=positions,
+        **options,
+    )
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([4, 10]),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=60)
+def test_both_orders_equal_attention_over_projected_tokens(
+    batch, tokens, heads, head_dim, share, causal, padded, seed
+):
+    given_ = build(batch, tokens, heads, head_dim, 12, share, seed)
+    hidden = given_["hidden"]
+    masks = {"attention_mask": given_["mask"]} if padded else {}
+    seen = visibility(hidden, **masks)
+    q, k, v = (
+        (hidden @ w.T + b).unflatten(-1, (heads, -1))
+        for w, b in zip(given_["weights"], given_["biases"], strict=True)
+    )
+    window = (0, 0) if causal else (tokens, tokens)
+    options = {"backend": "reference", "global_mask": given_["chosen"]}
+    truth = window_attention(q, k, v, window=window, **options, **masks)
+    for late in (True, False):
+        out = rows(given_, heads, seen=seen, causal=causal, late=late)
+        for b in range(batch):
+            for slot, position in enumerate(given_["positions"][b].tolist()):
+                expected = torch.zeros_like(out[b, slot]) if position < 0 else truth[b, position]
+                torch.testing.assert_close(out[b, slot], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_packed_documents_are_kept_apart():
+    given_ = build(1, 30, 2, 4, 12, 0.2, 0)
+    cuts = torch.tensor([0, 11, 30])
+    packed = rows(given_, 2, seen=visibility(given_["hidden"], cu_seqlens=cuts))
+    at = 0
+    for begin, end in ((0, 11), (11, 30)):
+        part = given_ | {
+            "hidden": given_["hidden"][:, begin:end],
+            "positions": global_positions(given_["chosen"][:, begin:end]),
+        }
+        alone = rows(part, 2)
+        torch.testing.assert_close(packed[:, at : at + alone.shape[1]], alone)
+        at += alone.shape[1]
+    assert at == packed.shape[1]
+
+
+def test_gradients_are_those_of_the_other_order():
+    grads = []
+    for late in (True, False):
+        given_ = build(2, 20, 2, 4, 12, 0.2, 1)
+        leaves = [given_["hidden"], *given_["weights"], *given_["biases"]]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        seen = visibility(given_["hidden"], attention_mask=given_["mask"])
+        out = rows(given_, 2, seen=seen, late=late)
+        (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for late, early in zip(*grads, strict=True):
+        if early is None:  # the key's bias takes no part
+            assert late is None
+        else:
+            torch.testing.assert_close(late, early, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_error_budget_of_the_late_order(dtype, device):
+    """Rounding the folded query costs no more than rounding every key."""
+    exact = build(2, 300, 4, 16, 64, 0.02, 3)
+
+    def cast(value, kind):
+        if isinstance(value, list):
+            return [cast(v, kind) for v in value]
+        return value.to(device, kind) if value.is_floating_point() else value.to(device)
+
+    low = {name: cast(value, dtype) for name, value in exact.items()}
+    high = {name: cast(value, torch.float64) for name, value in low.items()}
+    truth = rows(high, 4, late=False)
+    early = (rows(low, 4, late=False).double() - truth).abs().max()
+    late = (rows(low, 4, late=True).double() - truth).abs().max()
+    assert late <= 2 * early + torch.finfo(dtype).eps
+
+
+def test_late_is_chosen_where_it_is_cheaper(monkeypatch):
+    """Below heads * g = dim no token is projected."""
+    import longspan.ops.rows as module
+
+    projected = []
+    linear = module.linear
+    monkeypatch.setattr(module, "linear", lambda *a: projected.append(1) or linear(*a))
+    rows(build(1, 50, 2, 4, 12, 0.08, 0), 2)
+    assert not projected
+    rows(build(1, 50, 2, 4, 12, 1.0, 0), 2)
+    assert len(projected) == 2
+
+
+def test_positions_keep_order_and_capacity():
+    mask = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [2, 0, 0, 0, 0]])
+    assert global_positions(mask).tolist() == [[1, 3, 4], [-1, -1, -1], [0, -1, -1]]
+    assert global_positions(mask, 4).tolist()[0] == [1, 3, 4, -1]
+    with pytest.raises(ValueError, match="3 global tokens in one row, but room for only 2"):
+        global_positions(mask, 2)
+
+
+def test_wrong_shapes_are_named():
+    given_ = build(1, 10, 2, 4, 12, 0.5, 0)
+    query = torch.randn(1, given_["positions"].shape[1], 2, 4, dtype=torch.float64)
+    _, key_weight, value_weight = given_["weights"]
+    good = (query, given_["hidden"], key_weight, value_weight)
+    for at, bad, message in [
+        (0, query[0], "query must be"),
+        (2, key_weight[:, :5], r"key_weight must be .* \(8, 12\), got \(8, 5\)"),
+        (3, value_weight[:3], "value_weight must be"),
+    ]:
+        args = list(good)
+        args[at] = bad
+        with pytest.raises(ValueError, match=message):
+            global_attention(*args, positions=given_["positions"])
+    with pytest.raises(ValueError, match="positions must be integers"):
+        global_attention(*good, positions=given_["positions"][:, :1].double())
