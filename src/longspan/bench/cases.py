@@ -59,23 +59,22 @@ def gpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
     def at(case: Case, n: int, **changes: Any) -> Case:
         return replace(case, tokens=n, **changes)
 
-    jobs = []
-    for n in lengths:
-        rivals = ["longspan"]
-        rivals += ["flex"] if n <= 262_144 else []
-        rivals += ["sdpa", "eager"] if n <= 65_536 else []
-        jobs.append(Job(at(base, n), tuple(rivals)))
-        rivals = ["longspan", "longspan-unprepared"] + (["flex"] if n <= 262_144 else [])
-        jobs.append(Job(at(base, n, globals=16), tuple(rivals)))
-        if n <= 262_144:
-            rivals = ["longspan-layer", "longformer-layer"]
-            jobs.append(Job(at(layer, n, globals=16), tuple(rivals)))
-            rivals += ["sdpa-layer"] if n <= 65_536 else []
-            jobs.append(Job(at(layer, n), tuple(rivals)))
-    jobs += _jobs((replace(base, dilation=d) for d in (1, 2, 4)), "longspan")
+    def by_length(n: int) -> list[Job]:
+        flex = ["flex"] if n <= 262_144 else []
+        dense = ["sdpa", "eager"] if n <= 65_536 else []
+        jobs = _jobs([at(base, n)], "longspan", *flex, *dense)
+        jobs += _jobs([at(base, n, globals=16)], "longspan", "longspan-unprepared", *flex)
+        if n <= 65_536:
+            jobs += _jobs([at(layer, n)], "longspan-layer", "longformer-layer", "sdpa-layer")
+            jobs += _jobs([at(layer, n, globals=16)], "longspan-layer", "longformer-layer")
+        return jobs
+
+    jobs = [job for n in lengths[:2] for job in by_length(n)]
+    jobs += _jobs((replace(base, dilation=d) for d in (2, 4)), "longspan")
     jobs += _jobs((replace(base, head_dim=d) for d in (32, 96, 128)), "longspan", "flex")
     windows = (64, 128, 256, 1024, 2048, 4096)
     jobs += _jobs((replace(base, window=w) for w in windows), "longspan", "flex")
+    jobs += [job for n in lengths[2:] for job in by_length(n)]
     jobs += _jobs((replace(base, globals=g) for g in (1, 64, 256)), "longspan", "flex")
     return _merge(jobs)
 
@@ -107,7 +106,7 @@ def _merge(jobs: Iterable[Job]) -> list[Job]:
 
 
 LENGTHS = {
-    "gpu": (16_384, 65_536, 4096, 262_144, 1_048_576),
+    "gpu": (16_384, 65_536, 1_048_576, 4096, 262_144),
     "cpu": (4096, 1024, 2048, 8192, 16_384),
     "quick": (512, 1024, 2048, 4096),
 }

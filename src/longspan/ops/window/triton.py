@@ -15,6 +15,7 @@ from longspan.ops.window import dropout, kernels
 from longspan.ops.window.pattern import Pattern, Visibility
 
 LOG2E = math.log2(math.e)
+GATHERED = 16  # global tokens gathered into one tile of the window kernels
 MOST_SPLITS = 64  # pieces a sequence is cut into for its global rows, at the most
 
 
@@ -74,16 +75,16 @@ def forward(
 
     for head0, head1, step in pattern.head_groups():
         left, right, step = _reach(pattern, step, n)
-        tile = _tile("forward", query, left + right)
+        tile = _tile("forward", query)
         kernels.forward[(_blocks(n, step, tile.own), batch * (head1 - head0))](
             query, key, value, out, lse, *masks, seed, *inputs,
             n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step,
             scale, drop, boost,
-            BM=tile.own, BN=tile.stream, BG=_gathered(query), DILATED=step > 1,
+            BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1,
             GLOBAL=seen.places is not None, **tile.launch(), **options,
         )  # fmt: skip
     if seen.places is not None and pattern.global_rows:
-        tile = _tile("global", query, n)
+        tile = _tile("global", query)
         splits = _splits(query, tile)
         work = query.new_empty(
             (batch * heads, splits * tile.own, options["D"]), dtype=torch.float32
@@ -135,21 +136,21 @@ def backward(
         numbers = (n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step)
         numbers = (*numbers, scale, pattern.scale, drop, boost)
         # The queries' kernel goes first: it also leaves delta for all others.
-        tile = _tile("backward_query", query, left + right)
+        tile = _tile("backward_query", query)
         kernels.backward_query[(_blocks(n, step, tile.own), batch * (head1 - head0))](
             query, key, value, out, grad, lse, delta, dq, *masks, seed, *inputs, *numbers,
-            BM=tile.own, BN=tile.stream, BG=_gathered(query), DILATED=step > 1,
+            BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1,
             GLOBAL=seen.places is not None, **tile.launch(), **options,
         )  # fmt: skip
-        tile = _tile("backward_key", query, left + right)
+        tile = _tile("backward_key", query)
         kernels.backward_key[(_blocks(n, step, tile.own), batch * (head1 - head0))](
             query, key, value, grad, lse, delta, dk, dv, *masks, seed, *inputs, *numbers,
-            BM=tile.stream, BN=tile.own, BG=_gathered(query), DILATED=step > 1,
+            BM=tile.stream, BN=tile.own, BG=GATHERED, DILATED=step > 1,
             GLOBAL=seen.places is not None and pattern.global_rows,
             **tile.launch(), **options,
         )  # fmt: skip
     if seen.places is not None:
-        tile = _tile("global", query, n)
+        tile = _tile("global", query)
         splits = _splits(query, tile)
         work = query.new_empty(
             (batch * heads, 3, splits * tile.own, options["D"]), dtype=torch.float32
@@ -221,11 +222,6 @@ def _blocks(n: int, step: int, block: int) -> int:
     return step * _cdiv(_cdiv(n, step), block)
 
 
-def _gathered(query: Tensor) -> int:
-    """Global tokens gathered into one tile of the window kernels."""
-    return 16
-
-
 def _splits(query: Tensor, tile: Tile) -> int:
     """Pieces to cut the sequence into so that a few global rows occupy the whole GPU."""
     batch, n, heads, _ = query.shape
@@ -239,16 +235,14 @@ def _mergers(query: Tensor) -> int:
     return 32 if query.is_cuda else 2
 
 
-def _tile(kernel: str, query: Tensor, reach: int) -> Tile:
-    return _fitted_tile(kernel, query.shape[3], query.dtype, reach, query.device)
+def _tile(kernel: str, query: Tensor) -> Tile:
+    return _fitted_tile(kernel, query.shape[3], query.dtype, query.device)
 
 
 @lru_cache(maxsize=1024)
-def _fitted_tile(
-    kernel: str, head_dim: int, dtype: torch.dtype, reach: int, device: torch.device
-) -> Tile:
+def _fitted_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """The measured best cut, shrunk until it fits the GPU's shared memory."""
-    tile = _best_tile(kernel, head_dim, dtype, reach)
+    tile = _best_tile(kernel, head_dim, dtype)
     row = _padded_dim(head_dim) * dtype.itemsize
     limit = _shared_memory(device)
     while 2 * row * (tile.own + tile.stages * tile.stream) > limit:
@@ -261,19 +255,23 @@ def _fitted_tile(
     return tile
 
 
-def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype, reach: int) -> Tile:
-    """From a brute-force search on an H200 (LOG.md); float32 is sized to fit, not tuned."""
-    if kernel == "global":
-        return Tile(16, 64, 4, 3)
+def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype) -> Tile:
+    """From a brute-force search on an H200 (LOG.md), half precision up to head size 128; beyond
+    that, and in float32, what keeps the accumulators in registers."""
+    own = 16 if kernel == "global" else 64  # a handful of global tokens is the usual case
     if dtype == torch.float32:
-        return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(32, 32, 4, 2)
+        if head_dim <= 64:
+            return Tile(own, 32, 4, 2)
+        return Tile(min(own, 32), 32, 8, 2) if head_dim <= 128 else Tile(16, 16, 8, 1)
     if head_dim > 128:
-        return Tile(64, 32, 4, 2)
+        return Tile(own, 32, 8, 2)
+    if kernel == "global":
+        return Tile(own, 64, 4, 3)
     if kernel == "forward":
-        return Tile(64, 64, 4, 3, 128 if head_dim <= 64 else 168)
+        return Tile(own, 64, 4, 3, 128 if head_dim <= 64 else None)
     if kernel == "backward_query":
-        return Tile(64, 64, 4, 2, 128 if 32 < head_dim <= 64 else None)
-    return Tile(64, 32, 4, 3, 168 if head_dim <= 64 else None)
+        return Tile(own, 64, 4, 2, 128 if head_dim <= 64 else None)
+    return Tile(own, 32, 4, 3, 168 if head_dim <= 64 else None)
 
 
 @lru_cache
