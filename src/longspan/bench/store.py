@@ -43,6 +43,7 @@ class Results:
                 "pass": p.kind,
                 "ms": None if p.ms is None else round(p.ms, 5),
                 "mib": None if p.mib is None else round(p.mib, 2),
+                **({"eager_ms": round(p.eager_ms, 5)} if p.eager_ms is not None else {}),
                 **({"error": p.error} if p.error else {}),
             }
             for p in self.points.values()
@@ -75,6 +76,7 @@ def load(path: Path) -> Results:
                     kind=p["pass"],
                     ms=p["ms"],
                     mib=p["mib"],
+                    eager_ms=p.get("eager_ms"),
                     error=p.get("error"),
                 )
             )

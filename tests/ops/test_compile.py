@@ -1,0 +1,78 @@
+"""The kernels compile for real GPUs. Needs no GPU: Triton carries its own assembler.
+
+The interpreter accepts programs that the compiler refuses (a loop variable that changes its type,
+say), so without this a machine without a GPU would find out last.
+"""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# In a process of its own: here the kernels may be interpreted.
+PROGRAM = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from longspan.ops.window import kernels
+
+INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES"}
+FLOATS = {"LSE", "DELTA", "PART", "PART_LSE"}
+
+def build(name, capability, kind, **chosen):
+    function = getattr(kernels, name)
+    flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
+             "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
+             "PRECISION": "tf32x3"} | chosen
+    signature, constants, hints = {}, {}, {}
+    for place, argument in enumerate(function.arg_names):
+        if argument in flags:
+            signature[argument] = "constexpr"
+            constants[(place,)] = flags[argument]
+        elif argument.isupper():
+            pointer = "i32" if argument in INTEGERS else "fp32" if argument in FLOATS else kind
+            signature[argument] = "*i64" if argument == "SEED" else "*" + pointer
+            hints[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "fp32" if argument in ("scale", "factor", "boost") else "i32"
+            if argument.endswith(("_batch", "_token", "_head")) or argument == "lse_row":
+                hints[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, hints)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+name, capability, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+for dilated, dropout in ((False, False), (True, True)):
+    compiled = build(name, capability, kind, DILATED=dilated, DROPOUT=dropout, CAUSAL=dropout)
+    assert compiled.asm["cubin"]
+"""
+
+KERNELS = (
+    "forward",
+    "backward_query",
+    "backward_key",
+    "global_forward",
+    "global_forward_merge",
+    "global_backward",
+    "global_backward_merge",
+)
+TARGETS = [(80, "fp16"), (90, "bf16"), (90, "fp32")]
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="an NVIDIA toolchain is needed")
+@pytest.mark.parametrize(
+    ("kernel", "target"), list(itertools.product(KERNELS, TARGETS)), ids=str
+)
+def test_compiles_for_a_real_gpu(kernel, target, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    capability, kind = target
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kernel, str(capability), kind],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
