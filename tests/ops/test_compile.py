@@ -64,9 +64,7 @@ TARGETS = [(80, "fp16"), (90, "bf16"), (90, "fp32")]
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="an NVIDIA toolchain is needed")
-@pytest.mark.parametrize(
-    ("kernel", "target"), list(itertools.product(KERNELS, TARGETS)), ids=str
-)
+@pytest.mark.parametrize(("kernel", "target"), list(itertools.product(KERNELS, TARGETS)), ids=str)
 def test_compiles_for_a_real_gpu(kernel, target, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     capability, kind = target

@@ -255,6 +255,10 @@ def test_wrong_tensors_are_named():
         window_attention(two, two, two, window=4, cu_seqlens=torch.tensor([0, 10]))
     seen = visibility(q)
     mask = torch.ones(1, 10).long()
+    for made in ({"attention_mask": mask}, {"global_mask": mask}):
+        other, short = visibility(q, **made), two[:, :9]
+        with pytest.raises(ValueError, match="batch of 1 x 10 tokens, the tensors are 2 x 9"):
+            window_attention(short, short, short, window=4, visibility=other)
     with pytest.raises(ValueError, match="not both"):
         window_attention(q, q, q, window=4, attention_mask=mask, visibility=seen)
 

@@ -106,8 +106,10 @@ def window_attention(
         "cu_seqlens": cu_seqlens,
     }
     check_masks(query, **masks)
-    if visibility is not None and any(mask is not None for mask in masks.values()):
-        raise ValueError("give either the masks or the visibility made from them, not both")
+    if visibility is not None:
+        if any(mask is not None for mask in masks.values()):
+            raise ValueError("give either the masks or the visibility made from them, not both")
+        _check_visibility(query, visibility)
     chosen = choose(backend, BACKENDS, query.device, query.dtype, query.shape[3]).name
     seed = dropout.new_seed(query.device) if pattern.dropout_p > 0 else None
     if query.numel() == 0:
@@ -215,6 +217,23 @@ def _check_dropout(dropout_p: float) -> float:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     return float(dropout_p)
+
+
+def _check_visibility(like: Tensor, seen: Visibility) -> None:
+    """A description of another batch would send a kernel beyond the end of its rows."""
+    batch, tokens = like.shape[:2]
+    for name, tensor, length in (("start", seen.start, tokens), ("rank", seen.rank, tokens + 1)):
+        if tensor is None:
+            continue
+        if tensor.shape != (batch, length):
+            raise ValueError(
+                f"visibility describes a batch of {tensor.shape[0]} x "
+                f"{tensor.shape[1] - length + tokens} tokens, the tensors are {batch} x {tokens}"
+            )
+        if tensor.device != like.device:
+            raise ValueError(
+                f"visibility.{name} is on {tensor.device}, the tensors are on {like.device}"
+            )
 
 
 def check_masks(
