@@ -16,11 +16,13 @@ PACKAGE = Path(longspan.__path__[0])
 MAY_IMPORT = {
     "ops": set(),
     "layers": {"ops"},
+    "models": {"layers", "ops"},
+    "hub": {"models", "layers", "ops"},
     "machine": set(),
     "doctor": {"machine", "ops"},
     "bench": {"machine", "layers", "ops"},
     "cli": {"doctor", "bench"},
-    "__init__": {"ops"},
+    "__init__": {"ops", "models", "hub"},
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from longspan.ops.rows import global_attention, global_positions
+from longspan.ops.rows import global_attention, global_positions, put_rows, take_rows
 from longspan.ops.window import Visibility, window_attention
 from longspan.ops.window import visibility as describe
 
@@ -41,8 +41,8 @@ class WindowAttention(nn.Module):
         if dim % heads:
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
         self.heads = heads
-        self.window = window
-        self.dilation = dilation
+        self.window = _checked_window(window)
+        self.dilation = _checked_dilation(dilation, heads)
         self.dropout = dropout
         self.backend = backend
         self.qkv = nn.Linear(dim, 3 * dim)
@@ -100,7 +100,7 @@ class WindowAttention(nn.Module):
             chosen = seen.is_global()
             assert chosen is not None
             positions = global_positions(chosen)
-        return self._merge(out, self._global_rows(hidden, seen, positions, dropout_p), positions)
+        return put_rows(out, self._global_rows(hidden, seen, positions, dropout_p), positions)
 
     def _global_rows(
         self, hidden: Tensor, seen: Visibility, positions: Tensor, dropout_p: float
@@ -110,8 +110,7 @@ class WindowAttention(nn.Module):
         dim = hidden.shape[2]
         query_weight, key_weight, value_weight = self.qkv_global.weight.split(dim)
         query_bias, _, value_bias = self.qkv_global.bias.split(dim)
-        at = positions.clamp(min=0)[..., None].expand(-1, -1, dim)
-        query = linear(hidden.gather(1, at), query_weight, query_bias)
+        query = linear(take_rows(hidden, positions), query_weight, query_bias)
         rows = global_attention(
             query.unflatten(-1, (self.heads, -1)),
             hidden,
@@ -125,10 +124,27 @@ class WindowAttention(nn.Module):
         )
         return rows.flatten(2)
 
-    @staticmethod
-    def _merge(out: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Put row g of `rows` at positions[g]; empty slots go to a spare token that is cut off."""
-        tokens = out.shape[1]
-        at = torch.where(positions < 0, tokens, positions)[..., None].expand(-1, -1, out.shape[2])
-        spare = torch.nn.functional.pad(out, (0, 0, 0, 1))
-        return spare.scatter_(1, at, rows.to(out.dtype))[:, :tokens]
+
+def _checked_window(window: int | Sequence[int]) -> int | tuple[int, int]:
+    """The window as the op takes it, refused here and not at the first call; JSON has no tuples."""
+    sides = [window] if isinstance(window, int) else list(window)
+    if not all(type(side) is int and side >= 0 for side in sides):
+        raise ValueError(f"window={window!r} must be whole numbers that are not negative")
+    if isinstance(window, int):
+        if window % 2:
+            raise ValueError(f"window={window} must be even; use (left, right) for an uneven one")
+        return window
+    if len(sides) != 2:
+        raise ValueError(f"window={window!r} must be an even number or (left, right)")
+    return sides[0], sides[1]
+
+
+def _checked_dilation(dilation: int | Sequence[int], heads: int) -> int | tuple[int, ...]:
+    steps = [dilation] if isinstance(dilation, int) else list(dilation)
+    if not all(type(step) is int and step >= 1 for step in steps):
+        raise ValueError(f"dilation={dilation!r} must be whole numbers from 1 (1 = none)")
+    if isinstance(dilation, int):
+        return dilation
+    if len(steps) != heads:
+        raise ValueError(f"dilation={dilation!r} has {len(steps)} entries for {heads} heads")
+    return tuple(steps)

@@ -1,0 +1,1 @@
+"""The outside world: checkpoints and models that exist already."""
