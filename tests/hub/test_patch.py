@@ -1,6 +1,7 @@
 """A patched transformers model computes what it computed before."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ SIZES = {
 }
 
 
-def longformer(name="LongformerModel", **changes):
+def longformer(name: str = "LongformerModel", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -28,7 +29,7 @@ def longformer(name="LongformerModel", **changes):
     return getattr(transformers, name)(config).eval()
 
 
-def led():
+def led() -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -164,4 +165,4 @@ def test_others_are_refused():
     with pytest.raises(TypeError, match=r"Linear has no Longformer attention.*LED"):
         patch(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="takes a transformers model, got str"):
-        patch("allenai/longformer-base-4096")
+        patch("allenai/longformer-base-4096")  # pyright: ignore[reportArgumentType]

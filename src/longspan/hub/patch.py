@@ -80,7 +80,7 @@ class _Fast:
     ) -> tuple[Tensor, ...]:
         """transformers' arguments: padding and global tokens as bool [batch, tokens]."""
         if output_attentions:
-            return super().forward(
+            return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
                 hidden_states,
                 attention_mask=attention_mask,
                 is_index_masked=is_index_masked,

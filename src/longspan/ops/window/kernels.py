@@ -97,15 +97,6 @@ def store_rows(base, rows, stride, live, tile, HEAD_DIM: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def in_band(query, key, left, right, dilation, DILATED: tl.constexpr):
-    offset = key - query
-    ok = (offset >= -left * dilation) & (offset <= right * dilation)
-    if DILATED:
-        ok = ok & (offset % dilation == 0)
-    return ok
-
-
-@triton.jit
 def pad_row(row, n, lse_row, value):
     """Fill a row of log-sum-exps or deltas behind token n; the first program does it."""
     if tl.program_id(0) == 0:
@@ -152,6 +143,56 @@ def reach(
 def within(m, lo, hi):
     """lo <= m <= hi in one comparison: unsigned, what lies below lo wraps to the top."""
     return (m - lo).to(tl.uint32) <= (hi - lo).to(tl.uint32)
+
+
+@triton.jit
+def beyond(
+    query, key, other, live, start, stop, left, right, dilation,
+    DILATED: tl.constexpr, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Pairs of a tile with gathered global tokens that count: visible, and not in the window.
+
+    `other` is the side that start..stop, the document of each row, is compared with."""
+    offset = key - query
+    inside = (offset >= -left * dilation) & (offset <= right * dilation)
+    if DILATED:
+        inside = inside & (offset % dilation == 0)
+    ok = live[None, :] & ~inside
+    if CAUSAL:
+        ok = ok & (offset <= 0)
+    if BOUNDED:
+        ok = ok & (other >= start[:, None]) & (other < stop[:, None])
+    return ok
+
+
+@triton.jit
+def query_step(
+    p, g, k, v, delta, dq, row, key, drop, boost,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradient of queries (down) what the keys of one tile (across) contribute."""
+    dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(is_kept(row[:, None], key[None, :], drop), dp * boost, 0.0)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def key_step(
+    p, q, g, v, delta, dk, dv, SEED, stream, query, key, drop, boost,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradients of keys and values (down) what the queries of one tile (across) do."""
+    dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+    kept = p
+    if DROPOUT:
+        keep = is_kept(row_key(SEED, stream, query)[None, :], key[:, None], drop)
+        kept = tl.where(keep, p * boost, 0.0)
+        dp = tl.where(keep, dp * boost, 0.0)
+    dv = tl.dot(kept.to(g.dtype), g, dv, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit
@@ -248,12 +289,10 @@ def forward(
             k = load_rows(K, j, k_token, slot < slot1, HEAD_DIM, D)
             v = load_rows(V, j, v_token, slot < slot1, HEAD_DIM, D)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            ok = ~in_band(i[:, None], j[None, :], left, right, dilation, DILATED)
-            ok = ok & (slot < slot1)[None, :]
-            if CAUSAL:
-                ok = ok & (j[None, :] <= i[:, None])
-            if BOUNDED:
-                ok = ok & (j[None, :] >= start[:, None]) & (j[None, :] < stop[:, None])
+            ok = beyond(
+                i[:, None], j[None, :], j[None, :], slot < slot1, start, stop,
+                left, right, dilation, DILATED, BOUNDED, CAUSAL,
+            )  # fmt: skip
             x = tl.where(ok, x, float("-inf"))
             acc, peak, total = absorb(
                 x, v, acc, peak, total, scale, row, j, drop, DROPOUT, PRECISION
@@ -338,11 +377,7 @@ def backward_query(
                 visible = tl.load(STOP + batch * n + j, mask=mk < length, other=0) > 0
                 ok = ok & visible[None, :]
             p = tl.where(ok, p, 0.0)
-        dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            dp = tl.where(is_kept(row[:, None], j[None, :], drop), dp * boost, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = query_step(p, g, k, v, delta, dq, row, j, drop, boost, DROPOUT, PRECISION)
 
     if GLOBAL:
         RANK += batch * (n + 1)
@@ -359,18 +394,12 @@ def backward_query(
             k = load_rows(K, j, k_token, slot < slot1, HEAD_DIM, D)
             v = load_rows(V, j, v_token, slot < slot1, HEAD_DIM, D)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            ok = ~in_band(i[:, None], j[None, :], left, right, dilation, DILATED)
-            ok = ok & (slot < slot1)[None, :]
-            if CAUSAL:
-                ok = ok & (j[None, :] <= i[:, None])
-            if BOUNDED:
-                ok = ok & (j[None, :] >= start[:, None]) & (j[None, :] < stop[:, None])
+            ok = beyond(
+                i[:, None], j[None, :], j[None, :], slot < slot1, start, stop,
+                left, right, dilation, DILATED, BOUNDED, CAUSAL,
+            )  # fmt: skip
             p = tl.where(ok, tl.exp2(x * scale - lse[:, None]), 0.0)
-            dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            if DROPOUT:
-                dp = tl.where(is_kept(row[:, None], j[None, :], drop), dp * boost, 0.0)
-            ds = p * (dp - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            dq = query_step(p, g, k, v, delta, dq, row, j, drop, boost, DROPOUT, PRECISION)
 
     store_rows(DQ + dense, i, heads * HEAD_DIM, here, dq * factor, HEAD_DIM, D)
 
@@ -438,15 +467,9 @@ def backward_key(
         # Padded queries and those past the end have lse = +inf: they vanish without a mask.
         if (s < safe_lo) | (s + BM - 1 > safe_hi):
             p = tl.where(within(mq[None, :], lo[:, None], hi[:, None]), p, 0.0)
-        dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
-        kept = p
-        if DROPOUT:
-            keep = is_kept(row_key(SEED, stream, i)[None, :], j[:, None], drop)
-            kept = tl.where(keep, p * boost, 0.0)
-            dp = tl.where(keep, dp * boost, 0.0)
-        dv = tl.dot(kept.to(g.dtype), g, dv, input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = key_step(
+            p, q, g, v, delta, dk, dv, SEED, stream, i, j, drop, boost, DROPOUT, PRECISION
+        )
 
     if GLOBAL:
         RANK += batch * (n + 1)
@@ -465,22 +488,14 @@ def backward_key(
             lse = tl.load(LSE + i, mask=slot < slot1, other=float("inf"))
             delta = tl.load(DELTA + i, mask=slot < slot1, other=0.0)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            ok = ~in_band(i[None, :], j[:, None], left, right, dilation, DILATED)
-            ok = ok & (slot < slot1)[None, :]
-            if CAUSAL:
-                ok = ok & (j[:, None] <= i[None, :])
-            if BOUNDED:
-                ok = ok & (i[None, :] >= start[:, None]) & (i[None, :] < stop[:, None])
+            ok = beyond(
+                i[None, :], j[:, None], i[None, :], slot < slot1, start, stop,
+                left, right, dilation, DILATED, BOUNDED, CAUSAL,
+            )  # fmt: skip
             p = tl.where(ok, tl.exp2(x * scale - lse[None, :]), 0.0)
-            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
-            kept = p
-            if DROPOUT:
-                keep = is_kept(row_key(SEED, stream, i)[None, :], j[:, None], drop)
-                kept = tl.where(keep, p * boost, 0.0)
-                dp = tl.where(keep, dp * boost, 0.0)
-            dv = tl.dot(kept.to(g.dtype), g, dv, input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dk, dv = key_step(
+                p, q, g, v, delta, dk, dv, SEED, stream, i, j, drop, boost, DROPOUT, PRECISION
+            )
 
     dense = batch * n * heads * HEAD_DIM + head * HEAD_DIM
     store_rows(DK + dense, j, heads * HEAD_DIM, here, dk * factor, HEAD_DIM, D)
@@ -655,15 +670,9 @@ def global_backward(
             p = tl.exp2(x * scale - lse_i[None, :])
             ok = (i[None, :] >= low[:, None]) & (i[None, :] < highest[:, None])
             p = tl.where(ok, p, 0.0)
-            dp = tl.dot(own_v, tl.trans(g), input_precision=PRECISION)
-            kept = p
-            if DROPOUT:
-                keep = is_kept(row_key(SEED, stream, i)[None, :], t[:, None], drop)
-                kept = tl.where(keep, p * boost, 0.0)
-                dp = tl.where(keep, dp * boost, 0.0)
-            dv = tl.dot(kept.to(g.dtype), g, dv, input_precision=PRECISION)
-            ds = p * (dp - delta_i[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dk, dv = key_step(
+                p, q, g, own_v, delta_i, dk, dv, SEED, stream, i, t, drop, boost, DROPOUT, PRECISION
+            )
         if parts == 1:
             store_rows(DK + dense, t, heads * HEAD_DIM, live, dk * factor, HEAD_DIM, D)
             store_rows(DV + dense, t, heads * HEAD_DIM, live, dv, HEAD_DIM, D)
@@ -685,6 +694,9 @@ def global_backward(
             lse = tl.load(LSE + t, mask=live, other=float("inf"))
             delta = tl.load(DELTA + t, mask=live, other=0.0)
             dq = tl.zeros((BM, D), tl.float32)
+            row = t
+            if DROPOUT:
+                row = row_key(SEED, stream, t)
             for s in range(begin, end, BN):
                 j = s + tl.arange(0, BN)
                 k = load_tile(K, s, 1, k_token, j < end, HEAD_DIM, D, BN)
@@ -695,12 +707,7 @@ def global_backward(
                     visible = tl.load(STOP + batch * n + j, mask=j < end, other=0) > 0
                     ok = ok & visible[None, :] & (j[None, :] >= lowest[:, None])
                 p = tl.where(ok, tl.exp2(x * scale - lse[:, None]), 0.0)
-                dp = tl.dot(own_g, tl.trans(v), input_precision=PRECISION)
-                if DROPOUT:
-                    keep = is_kept(row_key(SEED, stream, t)[:, None], j[None, :], drop)
-                    dp = tl.where(keep, dp * boost, 0.0)
-                ds = p * (dp - delta[:, None])
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+                dq = query_step(p, own_g, k, v, delta, dq, row, j, drop, boost, DROPOUT, PRECISION)
             if parts == 1:
                 store_rows(DQ + dense, t, heads * HEAD_DIM, live, dq * factor, HEAD_DIM, D)
             else:
