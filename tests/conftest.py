@@ -11,6 +11,9 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Tests run side by side and on tiny tensors: more threads than cores would slow them tenfold.
+torch.set_num_threads(1)
+
 # Examples are derived from the test, not drawn anew: a red build stays red.
 settings.register_profile(
     "longspan",
