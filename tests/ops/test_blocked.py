@@ -11,22 +11,6 @@ from torch import Tensor
 
 from longspan.ops.window import blocked, window_attention
 
-SETTINGS = settings(
-    max_examples=400,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tiny tensors: threads would only wait for each other, and for the other test workers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 def run(inputs: list[Tensor], grad: Tensor, backend: str, **options) -> list[Tensor]:
     """Output and the gradients of query, key and value."""
@@ -100,7 +84,7 @@ def problems(draw):
     return inputs, grad, options
 
 
-@SETTINGS
+@settings(max_examples=400)
 @given(problems())
 def test_equals_the_reference(problem):
     inputs, grad, options = problem
@@ -111,7 +95,7 @@ def test_equals_the_reference(problem):
             assert not result[padded].any(), "padding must be exactly zero, gradients included"
 
 
-@settings(SETTINGS, max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems())
 def test_without_the_fused_kernel(monkeypatch, problem):
     """What other devices run, here on the CPU, with uninitialised memory full of NaN."""
