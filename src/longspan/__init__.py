@@ -1,4 +1,9 @@
-"""longspan: transformers that read whole documents."""
+"""longspan: transformers that read whole documents.
+
+Models need the transformers package, which takes seconds to import, so their names are looked up
+on first use. That, or `import longspan.models`, also registers them with transformers' Auto
+classes.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,24 +11,58 @@ from typing import TYPE_CHECKING, Any
 from longspan.ops import global_attention, window_attention
 
 if TYPE_CHECKING:
+    from longspan.hub.convert import convert, to_transformers
     from longspan.hub.patch import is_patched, patch, unpatch
+    from longspan.models import (
+        LongspanConfig,
+        LongspanForMaskedLM,
+        LongspanForMultipleChoice,
+        LongspanForQuestionAnswering,
+        LongspanForSequenceClassification,
+        LongspanForTokenClassification,
+        LongspanModel,
+        pad,
+        unpad,
+    )
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "LongspanConfig",
+    "LongspanForMaskedLM",
+    "LongspanForMultipleChoice",
+    "LongspanForQuestionAnswering",
+    "LongspanForSequenceClassification",
+    "LongspanForTokenClassification",
+    "LongspanModel",
     "__version__",
+    "convert",
     "global_attention",
     "is_patched",
+    "pad",
     "patch",
+    "to_transformers",
+    "unpad",
     "unpatch",
     "window_attention",
 ]
 
 # Imported on first use, so that `import longspan` stays light.
 _LAZY = {
+    "convert": "longspan.hub.convert",
+    "to_transformers": "longspan.hub.convert",
     "is_patched": "longspan.hub.patch",
     "patch": "longspan.hub.patch",
     "unpatch": "longspan.hub.patch",
+    "LongspanConfig": "longspan.models",
+    "LongspanForMaskedLM": "longspan.models",
+    "LongspanForMultipleChoice": "longspan.models",
+    "LongspanForQuestionAnswering": "longspan.models",
+    "LongspanForSequenceClassification": "longspan.models",
+    "LongspanForTokenClassification": "longspan.models",
+    "LongspanModel": "longspan.models",
+    "pad": "longspan.models",
+    "unpad": "longspan.models",
 }
 
 

@@ -1,0 +1,304 @@
+"""Checkpoints in and out: short encoders made long, and transformers' Longformer both ways."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, LongformerConfig, PreTrainedModel
+
+from longspan.hub.families import FAMILIES, HEADS, Family, modules
+from longspan.layers.position import tile_positions
+from longspan.models import LongspanConfig, LongspanPreTrainedModel
+
+# The paper went from 512 positions to 4,096.
+_TIMES = 8
+
+
+def convert(
+    source: PreTrainedModel | str | Path, *, max_length: int | None = None, window: int = 512
+) -> LongspanPreTrainedModel:
+    """A longspan model with the weights, the head and the labels of `source`.
+
+    A Longformer comes over as it is, windows included. BERT, RoBERTa, XLM-R, CamemBERT,
+    DistilBERT and ELECTRA become long: each token sees `window` tokens around it, the learned
+    positions are repeated, the projections of global tokens start as copies. On documents of up
+    to window // 2 + 1 tokens the result computes what the source does; longer ones are best
+    preceded by some finetuning.
+
+    Args:
+        source: a transformers model, a folder or the name of a model on the hub. Weights are read
+            from safetensors only: a pickle can run code.
+        max_length: positions of the result; by default 8 times the trained ones, as the paper
+            has it, and for a Longformer as many as it has.
+        window: in tokens, half on each side.
+    """
+    model = load(source) if isinstance(source, (str, Path)) else source
+    family, head = _recognise(type(model).__name__, model.config)
+    config = model.config
+    bare = not hasattr(model, family.prefix)
+    settings = family.settings(config)
+    trained = settings["max_position_embeddings"] - settings["position_offset"]
+    default = trained if family.long else _TIMES * trained
+    length = default if max_length is None else max_length
+    if length < trained:
+        raise ValueError(
+            f"max_length={length} is below the {trained} positions {type(model).__name__} has; "
+            "positions are only ever added"
+        )
+    ours = HEADS[head](
+        LongspanConfig(
+            **settings
+            | _head_settings(family, head, config)
+            | _labels(config)
+            | {
+                "attention": _attention(family, config, window),
+                "max_position_embeddings": settings["position_offset"] + length,
+                "pooler": getattr(model, "pooler", None) is not None,
+                "tie_word_embeddings": config.tie_word_embeddings,
+            }
+        )
+    )
+    if ours.config.sep_token_id is None and isinstance(source, (str, Path)):
+        ours.config.sep_token_id = _separator(source)
+    layers = settings["num_hidden_layers"]
+    table = modules(family, layers, head, "" if bare else family.prefix)
+    weights = _gather(ours.state_dict().keys(), table, model.state_dict())
+    positions = next(name for name in weights if name.endswith("embeddings.positions.weight"))
+    weights[positions] = tile_positions(weights[positions], settings["position_offset"], length)
+    _finish(ours, weights, model)
+    return ours
+
+
+def to_transformers(model: LongspanPreTrainedModel) -> PreTrainedModel:
+    """A stock transformers Longformer with the weights of `model` and equal outputs.
+
+    Padding has to stand behind the text: Longformer never counts it, a model made from BERT does.
+    What a Longformer cannot express is refused: dilation, one-sided windows, embeddings of
+    another size than the hidden states, other activations in the heads.
+    """
+    config, family = model.config, FAMILIES["longformer"]
+    head = next((name for name, cls in HEADS.items() if type(model) is cls), None)
+    if head is None:
+        raise TypeError(f"{type(model).__name__} is none of {_names(HEADS.values())}")
+    _refuse_inexpressible(config, head)
+    assert config.pad_token_id is not None
+    reserved = config.pad_token_id + 1
+    special = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
+    same = (
+        "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act "
+        "hidden_dropout_prob attention_probs_dropout_prob layer_norm_eps initializer_range "
+        "tie_word_embeddings id2label label2id problem_type"
+    )
+    cls = getattr(transformers, f"Longformer{head}")
+    bare = head == "Model"
+    theirs = cls(
+        LongformerConfig(
+            **{name: getattr(config, name) for name in (*same.split(), *special)},
+            attention_window=[setting["window"] for setting in config.attention],
+            max_position_embeddings=reserved + (config.longest or 0),
+            type_vocab_size=max(config.type_vocab_size, 1),
+        ),
+        **({"add_pooling_layer": config.pooler} if bare else {}),
+    )
+    ours = dict(model.state_dict())
+    start = "" if bare else "encoder."
+    table = ours[f"{start}embeddings.positions.weight"]
+    kept = table[: config.position_offset]
+    if config.position_offset != reserved:
+        kept = table.new_zeros(reserved, table.shape[1])
+    ours[f"{start}embeddings.positions.weight"] = torch.cat([kept, table[config.position_offset :]])
+    if config.type_vocab_size == 0:
+        ours[f"{start}embeddings.types.weight"] = table.new_zeros(1, table.shape[1])
+    for index, setting in enumerate(config.attention):
+        if not setting.get("separate_global", True):
+            at = f"{start}layers.{index}.attention.qkv"
+            for kind in ("weight", "bias"):
+                ours[f"{at}_global.{kind}"] = ours[f"{at}.{kind}"]
+    names = modules(family, config.num_hidden_layers, head, "" if bare else family.prefix)
+    weights = _scatter(ours, names)
+    if head == "ForMaskedLM":
+        weights["lm_head.bias"] = weights["lm_head.decoder.bias"]
+    _finish(theirs, weights, model)
+    return theirs
+
+
+def _recognise(name: str, config: Any) -> tuple[Family, str]:
+    """The family and the head of a model class, or a refusal by name."""
+    family = FAMILIES.get(config.model_type)
+    if family is not None and name.startswith(family.name):
+        head = name.removeprefix(family.name)
+        if head in (family.partial or {}):
+            kept = (family.partial or {})[head]
+            warnings.warn(
+                f"{name} has no equivalent here: it becomes {HEADS[kept].__name__}, and what else "
+                "its head has is left behind",
+                stacklevel=3,
+            )
+            head = kept
+        unusual = [
+            setting
+            for setting in ("is_decoder", "add_cross_attention")
+            if getattr(config, setting, False)
+        ]
+        if getattr(config, "position_embedding_type", "absolute") != "absolute":
+            unusual.append("position_embedding_type")
+        if head in HEADS and not unusual:
+            return family, head
+        if unusual:
+            raise ValueError(f"cannot convert {name} with {' and '.join(unusual)} set")
+    raise ValueError(
+        f"cannot convert {name} (model_type {config.model_type!r}); supported are "
+        f"{', '.join(family.name for family in FAMILIES.values())}, each with {', '.join(HEADS)}"
+    )
+
+
+def load(source: str | Path) -> PreTrainedModel:
+    """The transformers model in a folder or on the hub, if it can be converted.
+
+    Refused are architectures nobody knows here, pickled weights, and checkpoints that are damaged
+    or lack weights. Only a pooler may be missing, as many checkpoints have none; it is left out.
+    """
+    config = AutoConfig.from_pretrained(source)
+    known = FAMILIES.get(config.model_type)
+    bare = f"{known.name}Model" if known else config.model_type
+    name = (config.architectures or [bare])[0]
+    _, head = _recognise(name, config)
+    try:
+        model, info = getattr(transformers, name).from_pretrained(
+            source, use_safetensors=True, output_loading_info=True
+        )
+    except OSError as error:
+        if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
+            found = [path.name for path in Path(source).glob("*.bin")] or "no weights"
+            raise ValueError(
+                f"{source} has no safetensors, but {found}. Pickled weights can run code when "
+                "they are loaded, so they never are: have their owner save them as safetensors"
+            ) from error
+        raise
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {source} are damaged or cut off: {error}") from error
+    missing = set(info["missing_keys"])
+    if head == "Model" and any(key.startswith("pooler.") for key in missing):
+        model.pooler = None
+        missing = {key for key in missing if not key.startswith("pooler.")}
+    if missing:
+        raise ValueError(
+            f"{source} calls itself {name}, but lacks {len(missing)} of its weights, among them "
+            f"{sorted(missing)[:4]}"
+        )
+    if info["unexpected_keys"]:
+        left = sorted(info["unexpected_keys"])
+        warnings.warn(f"{source}: {len(left)} weights are not used: {left[:8]}", stacklevel=3)
+    return model
+
+
+def _separator(source: str | Path) -> int | None:
+    """The separator's id as the tokenizer beside the weights has it: BERT's config does not say,
+    and without it nobody knows where a question ends."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        return None  # there is no tokenizer, or none that transformers knows
+    # Without a vocabulary file transformers makes one up, of special tokens alone.
+    invented = len(tokenizer) <= len(tokenizer.all_special_ids)
+    return None if invented else tokenizer.sep_token_id
+
+
+def _attention(family: Family, config: Any, window: int) -> Any:
+    if not family.long:
+        return {"window": window}
+    given = config.attention_window
+    windows = [given] * config.num_hidden_layers if isinstance(given, int) else given
+    return [{"window": one} for one in windows]
+
+
+def _head_settings(family: Family, head: str, config: Any) -> dict[str, Any]:
+    """What a family does differently in one of its heads."""
+    if head != "ForMultipleChoice":
+        return {}
+    if family.long:
+        return {"global_preset": "candidates"}
+    if family.name == "Electra":
+        if config.summary_type != "first" or not config.summary_use_proj:
+            raise ValueError(
+                f"cannot convert ElectraForMultipleChoice with summary_type="
+                f"{config.summary_type!r}, summary_use_proj={config.summary_use_proj}; "
+                "only a projection of the first token has an equivalent"
+            )
+        return {"classifier_act": config.summary_activation or "linear"}
+    return {}
+
+
+def _labels(config: Any) -> dict[str, Any]:
+    """Labels and special tokens, where the source has them."""
+    given = {
+        name: getattr(config, name, None)
+        for name in ("id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id")
+    }
+    eos = getattr(config, "eos_token_id", None)
+    eos = eos if isinstance(eos, int) else None
+    sep = getattr(config, "sep_token_id", None)
+    return given | {"eos_token_id": eos, "sep_token_id": eos if sep is None else sep}
+
+
+def _gather(
+    wanted: Any, table: Mapping[str, tuple[str, ...]], theirs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Our weights, each joined from theirs."""
+    weights = {}
+    for name in wanted:
+        module, _, kind = name.rpartition(".")
+        weights[name] = torch.cat([theirs[f"{part}.{kind}"] for part in table[module]])
+    return weights
+
+
+def _scatter(ours: Mapping[str, Tensor], table: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """Their weights, ours taken apart."""
+    weights = {}
+    for name, tensor in ours.items():
+        module, _, kind = name.rpartition(".")
+        parts = table[module]
+        for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
+            weights[f"{part}.{kind}"] = piece
+    return weights
+
+
+def _finish(made: nn.Module, weights: Mapping[str, Tensor], source: PreTrainedModel) -> None:
+    """Fill in the weights, where and as the source has them; each must be there, and fit."""
+    made.to(device=source.device, dtype=source.dtype)
+    made.load_state_dict(weights)
+    made.train(source.training)
+
+
+def _refuse_inexpressible(config: LongspanConfig, head: str) -> None:
+    reasons = []
+    for index, setting in enumerate(config.attention):
+        if setting["kind"] != "window" or not isinstance(setting["window"], int):
+            reasons.append(f"layer {index} has no symmetric window: {setting}")
+        elif setting["window"] == 0:
+            reasons.append(f"layer {index} has a window of 0")
+        dilation = setting.get("dilation", 1)
+        if {dilation} != {1} if isinstance(dilation, int) else set(dilation) != {1}:
+            reasons.append(f"layer {index} is dilated: {setting}")
+    if config.position != "learned":
+        reasons.append(f"its positions are {config.position}")
+    if config.pad_token_id is None:
+        reasons.append("it has no padding token, from whose id Longformer counts positions")
+    if config.embedding_size != config.hidden_size:
+        reasons.append(f"embeddings have size {config.embedding_size}, not {config.hidden_size}")
+    if head == "ForMaskedLM" and config.lm_act != "gelu":
+        reasons.append(f"lm_act is {config.lm_act!r}, not 'gelu'")
+    by_document = head in ("ForSequenceClassification", "ForMultipleChoice")
+    if by_document and config.classifier_act != "tanh":
+        reasons.append(f"classifier_act is {config.classifier_act!r}, not 'tanh'")
+    if reasons:
+        raise ValueError("transformers' Longformer cannot express this: " + "; ".join(reasons))
+
+
+def _names(classes: Any) -> str:
+    return ", ".join(cls.__name__ for cls in classes)

@@ -1,0 +1,143 @@
+"""What a longspan encoder is: sizes, and one attention setting per layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from longspan.layers.registry import build_attention
+
+POSITIONS = ("learned", "sinusoidal")
+
+
+class LongspanConfig(PreTrainedConfig):
+    """Configuration of `LongspanModel` and its heads.
+
+    Args:
+        attention: how layers attend: one setting for all, or one per layer. A setting names the
+            layer's "kind" ("window" if absent) and its options, for windows `window`, `dilation`
+            (one number, or one per head) and `separate_global`.
+        embedding_size: of the embeddings where it differs from `hidden_size`, as in ELECTRA.
+        type_vocab_size: 0 for no token types at all.
+        position: "learned" or "sinusoidal".
+        max_position_embeddings: rows of the learned table, reserved ones included.
+        position_offset: reserved rows at its front. With any, padding takes the last of them and
+            is not counted (RoBERTa, Longformer); with none, every place counts (BERT).
+        max_global_tokens: room for global tokens per row; needed by `torch.compile`, and spares
+            a GPU the wait for their number. None reads the number from each batch.
+        global_preset: which tokens a head makes global when it is given no mask: "none", "first",
+            "question" (all before the first separator) or "candidates" (all behind the
+            separators that end the question); None leaves it to the task.
+        pooler: whether the bare model has BERT's pooler on its first token.
+        lm_act, classifier_act: inside the heads for masked tokens and for whole documents.
+        classifier_dropout: in the heads; None takes `hidden_dropout_prob`.
+    """
+
+    model_type = "longspan"
+    # Trainer would otherwise gather the masks of an evaluation together with its predictions. It
+    # adds to this list, so a tuple will not do.
+    keys_to_ignore_at_inference = ["global_attention_mask"]  # noqa: RUF012
+
+    vocab_size: int = 50265
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    embedding_size: int | None = None
+    attention: Any = None
+    hidden_act: str = "gelu"
+    lm_act: str = "gelu"
+    classifier_act: str = "tanh"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    classifier_dropout: float | None = None
+    position: str = "learned"
+    max_position_embeddings: int = 4098
+    position_offset: int = 2
+    type_vocab_size: int = 1
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    max_global_tokens: int | None = None
+    global_preset: str | None = None
+    pooler: bool = True
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | None = 2
+    sep_token_id: int | None = 2
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.embedding_size = self.embedding_size or self.hidden_size
+        if self.classifier_dropout is None:
+            self.classifier_dropout = self.hidden_dropout_prob
+        self._check_numbers()
+        self.attention = self._per_layer(self.attention)
+        super().__post_init__(**kwargs)
+
+    @property
+    def longest(self) -> int | None:
+        """The longest document there are positions for; None = any length."""
+        if self.position == "sinusoidal":
+            return None
+        return self.max_position_embeddings - self.position_offset
+
+    def _check_numbers(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("hidden_act", "lm_act", "classifier_act"):
+            if getattr(self, name) not in ACT2FN:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not an activation")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.position not in POSITIONS:
+            raise ValueError(
+                f"position={self.position!r} is unknown; choose from {', '.join(POSITIONS)}"
+            )
+        if self.position_offset < 0 or (self.longest is not None and self.longest < 1):
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings} leaves no position "
+                f"behind the position_offset={self.position_offset} reserved rows"
+            )
+        if self.max_global_tokens is not None and self.max_global_tokens < 0:
+            raise ValueError(f"max_global_tokens={self.max_global_tokens} must not be negative")
+
+    def _per_layer(self, given: Any) -> list[dict[str, Any]]:
+        """One setting per layer, each tried out on a layer without memory."""
+        given = {"window": 512} if given is None else given
+        if isinstance(given, Mapping):
+            given = [given] * self.num_hidden_layers
+        if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
+            raise TypeError(f"attention must be one setting or a list of them, got {given!r}")
+        if len(given) != self.num_hidden_layers:
+            raise ValueError(
+                f"attention has {len(given)} settings for {self.num_hidden_layers} layers; "
+                "give one for all, or one per layer"
+            )
+        settings = [{"kind": "window", **one} for one in given]
+        with torch.device("meta"):
+            for layer, setting in enumerate(settings):
+                if setting not in settings[:layer]:
+                    try:
+                        self.build_attention(setting)
+                    except (TypeError, ValueError) as error:
+                        raise type(error)(f"layer {layer}: {error}") from None
+        return settings
+
+    def build_attention(self, setting: Mapping[str, Any]) -> torch.nn.Module:
+        """A layer's attention, of this model's size."""
+        return build_attention(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.attention_probs_dropout_prob,
+            setting,
+        )

@@ -1,0 +1,360 @@
+"""Heads: what a task makes of the encoder's hidden states, with transformers' losses."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from transformers.activations import ACT2FN
+from transformers.utils.generic import can_return_tuple
+
+from longspan.models.config import LongspanConfig
+from longspan.models.encoder import LongspanModel, LongspanPreTrainedModel, first_tokens
+from longspan.models.outputs import (
+    LongspanMaskedLMOutput,
+    LongspanMultipleChoiceOutput,
+    LongspanOutput,
+    LongspanQuestionAnsweringOutput,
+    LongspanSequenceClassifierOutput,
+    LongspanTokenClassifierOutput,
+)
+from longspan.models.presets import choose_global
+
+
+class LanguageModelHead(nn.Module):
+    """Scores of every word for every token."""
+
+    def __init__(self, config: LongspanConfig) -> None:
+        super().__init__()
+        size = config.embedding_size
+        assert size is not None  # the config fills it in
+        self.dense = nn.Linear(config.hidden_size, size)
+        self.activation = ACT2FN[config.lm_act]
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(size, config.vocab_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.decoder(self.norm(self.activation(self.dense(hidden))))
+
+
+class ClassificationHead(nn.Module):
+    """Scores of a document, from its first token."""
+
+    def __init__(self, config: LongspanConfig, labels: int) -> None:
+        super().__init__()
+        assert config.classifier_dropout is not None  # the config fills it in
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.classifier_act]
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.out = nn.Linear(config.hidden_size, labels)
+
+    def forward(self, first: Tensor) -> Tensor:
+        return self.out(self.dropout(self.activation(self.dense(self.dropout(first)))))
+
+
+class _Head(LongspanPreTrainedModel):
+    """An encoder, and the preset of global tokens for when no mask is given."""
+
+    preset: ClassVar[str] = "none"
+
+    def __init__(self, config: LongspanConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels or 2
+        self.encoder = LongspanModel(config, add_pooling_layer=False)
+
+    def _encode(
+        self,
+        input_ids: Tensor | None,
+        global_attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_global_tokens: int | None,
+        **rest: Tensor | bool | None,
+    ) -> LongspanOutput:
+        like = input_ids if input_ids is not None else inputs_embeds
+        if global_attention_mask is None and like is not None and like.dim() >= 2:
+            global_attention_mask, most = choose_global(
+                self.config.global_preset or self.preset,
+                like,
+                input_ids=input_ids,
+                sep_token_id=self.config.sep_token_id,
+                cu_seqlens=cu_seqlens,
+            )
+            max_global_tokens = max_global_tokens if most is None else most
+        return self.encoder(
+            input_ids,
+            global_attention_mask=global_attention_mask,
+            inputs_embeds=inputs_embeds,
+            cu_seqlens=cu_seqlens,
+            max_global_tokens=max_global_tokens,
+            **rest,
+        )
+
+
+class LongspanForMaskedLM(_Head):
+    """Predicts masked tokens. No token is global unless a mask says so, as in pretraining."""
+
+    _tied_weights_keys = {  # noqa: RUF012 (as the base class declares it)
+        "lm_head.decoder.weight": "encoder.embeddings.words.weight"
+    }
+
+    def __init__(self, config: LongspanConfig) -> None:
+        super().__init__(config)
+        self.lm_head = LanguageModelHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_global_tokens: int | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> LongspanMaskedLMOutput:
+        """`labels` [batch, tokens], -100 = not asked for; the rest as in `LongspanModel`."""
+        encoded = self._encode(
+            input_ids,
+            global_attention_mask,
+            inputs_embeds,
+            cu_seqlens,
+            max_global_tokens,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.lm_head(encoded.last_hidden_state)
+        loss = None if labels is None else _token_loss(logits, labels)
+        return LongspanMaskedLMOutput(logits=logits, **_kept(encoded, loss))
+
+
+class LongspanForTokenClassification(_Head):
+    """A label for every token. No token is global unless a mask says so."""
+
+    def __init__(self, config: LongspanConfig) -> None:
+        super().__init__(config)
+        assert config.classifier_dropout is not None  # the config fills it in
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_global_tokens: int | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> LongspanTokenClassifierOutput:
+        """`labels` [batch, tokens], -100 = not asked for; the rest as in `LongspanModel`."""
+        encoded = self._encode(
+            input_ids,
+            global_attention_mask,
+            inputs_embeds,
+            cu_seqlens,
+            max_global_tokens,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.classifier(self.dropout(encoded.last_hidden_state))
+        loss = None if labels is None else _token_loss(logits, labels)
+        return LongspanTokenClassifierOutput(logits=logits, **_kept(encoded, loss))
+
+
+class LongspanForSequenceClassification(_Head):
+    """A label, several, or a number for each document; its first token is global."""
+
+    preset = "first"
+
+    def __init__(self, config: LongspanConfig) -> None:
+        super().__init__(config)
+        self.classifier = ClassificationHead(config, self.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_global_tokens: int | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> LongspanSequenceClassifierOutput:
+        """`labels` [documents], or [documents, labels] for several; a packed row has as many
+        documents as it holds. The rest as in `LongspanModel`."""
+        encoded = self._encode(
+            input_ids,
+            global_attention_mask,
+            inputs_embeds,
+            cu_seqlens,
+            max_global_tokens,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.classifier(first_tokens(_states(encoded), cu_seqlens))
+        loss = None if labels is None else self._loss(logits, labels.to(logits.device))
+        return LongspanSequenceClassifierOutput(logits=logits, **_kept(encoded, loss))
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """By `config.problem_type`, or by what the labels look like, as transformers does it."""
+        problem = self.config.problem_type
+        if problem is None:
+            whole = labels.dtype in (torch.int64, torch.int32)
+            several = "single_label" if whole else "multi_label"
+            problem = "regression" if self.num_labels == 1 else f"{several}_classification"
+        if problem == "regression":
+            return mse_loss(logits.view(labels.shape), labels.to(logits.dtype))
+        if problem == "single_label_classification":
+            return cross_entropy(logits, labels.long().view(-1))
+        return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+
+class LongspanForQuestionAnswering(_Head):
+    """Where an answer begins and ends; the question, all before the first separator, is global."""
+
+    preset = "question"
+
+    def __init__(self, config: LongspanConfig) -> None:
+        super().__init__(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_global_tokens: int | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> LongspanQuestionAnsweringOutput:
+        """`start_positions`, `end_positions` [batch]; ones behind the last token are ignored.
+        The rest as in `LongspanModel`."""
+        encoded = self._encode(
+            input_ids,
+            global_attention_mask,
+            inputs_embeds,
+            cu_seqlens,
+            max_global_tokens,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            output_hidden_states=output_hidden_states,
+        )
+        start, end = self.qa_outputs(encoded.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    "answers are chosen among the tokens of one document: pad() the logits of a "
+                    "packed row and compute the loss from those"
+                )
+            loss = (_place_loss(start, start_positions) + _place_loss(end, end_positions)) / 2
+        return LongspanQuestionAnsweringOutput(
+            start_logits=start, end_logits=end, **_kept(encoded, loss)
+        )
+
+
+class LongspanForMultipleChoice(_Head):
+    """The best of several candidates, each read with the question; the first token is global."""
+
+    preset = "first"
+
+    def __init__(self, config: LongspanConfig) -> None:
+        super().__init__(config)
+        self.classifier = ClassificationHead(config, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        max_global_tokens: int | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> LongspanMultipleChoiceOutput:
+        """Everything is [batch, choices, tokens]; `labels` [batch] is the right choice."""
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None or given.dim() < 3:
+            shape = None if given is None else tuple(given.shape)
+            raise ValueError(f"input_ids must be [batch, choices, tokens], got {shape}")
+        encoded = self._encode(
+            _one_row_each(input_ids),
+            _one_row_each(global_attention_mask),
+            _one_row_each(inputs_embeds),
+            None,
+            max_global_tokens,
+            attention_mask=_one_row_each(attention_mask),
+            token_type_ids=_one_row_each(token_type_ids),
+            position_ids=_one_row_each(position_ids),
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.classifier(_states(encoded)[:, 0]).view(given.shape[:2])
+        loss = None if labels is None else cross_entropy(logits, labels.to(logits.device))
+        return LongspanMultipleChoiceOutput(logits=logits, **_kept(encoded, loss))
+
+
+def _one_row_each(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.flatten(0, 1)
+
+
+def _states(encoded: LongspanOutput) -> Tensor:
+    assert encoded.last_hidden_state is not None
+    return encoded.last_hidden_state
+
+
+def _kept(encoded: LongspanOutput, loss: Tensor | None) -> dict[str, Any]:
+    """The loss, and what a head passes on of the encoder's output."""
+    return {
+        "loss": loss,
+        "hidden_states": encoded.hidden_states,
+        "global_attention_mask": encoded.global_attention_mask,
+    }
+
+
+def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.to(logits.device).flatten())
+
+
+def _place_loss(logits: Tensor, place: Tensor) -> Tensor:
+    tokens = logits.shape[1]
+    place = place.to(logits.device).view(-1).clamp(0, tokens)
+    return cross_entropy(logits, place, ignore_index=tokens)

@@ -1,0 +1,45 @@
+"""transformers' outputs, and with them which tokens were global."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+
+
+@dataclass
+class LongspanOutput(BaseModelOutputWithPooling):
+    """`global_attention_mask` is the mask in use, given or chosen by the preset; None = none."""
+
+    global_attention_mask: Tensor | None = None
+
+
+@dataclass
+class LongspanMaskedLMOutput(MaskedLMOutput):
+    global_attention_mask: Tensor | None = None
+
+
+@dataclass
+class LongspanSequenceClassifierOutput(SequenceClassifierOutput):
+    global_attention_mask: Tensor | None = None
+
+
+@dataclass
+class LongspanQuestionAnsweringOutput(QuestionAnsweringModelOutput):
+    global_attention_mask: Tensor | None = None
+
+
+@dataclass
+class LongspanTokenClassifierOutput(TokenClassifierOutput):
+    global_attention_mask: Tensor | None = None
+
+
+@dataclass
+class LongspanMultipleChoiceOutput(MultipleChoiceModelOutput):
+    global_attention_mask: Tensor | None = None

@@ -1,0 +1,313 @@
+"""Checkpoints in and out, compared with transformers on the same weights."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models.small import (
+    HEADS,
+    batch,
+    labels,
+    largest_difference,
+    longformer,
+    results,
+    short_sizes,
+    spread,
+)
+
+import longspan
+from longspan.hub.convert import _gather
+from longspan.hub.families import FAMILIES, modules
+
+CLOSE = 2e-5
+SHORT = ("Roberta", "XLMRoberta", "Camembert", "Bert", "DistilBert", "Electra")
+
+
+def short(family, head="Model", **changes):
+    torch.manual_seed(0)
+    if family == "DistilBert":
+        sizes = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 40, "pad_token_id": 1}
+        sizes |= {"vocab_size": 60, "max_position_embeddings": 40, "dropout": 0.0}
+    else:
+        # BERT's own tokenizer pads with 0; any other id must work as well.
+        sizes = short_sizes(pad_token_id=1, type_vocab_size=2)
+        if family == "Electra":
+            sizes |= {"embedding_size": 16, "summary_last_dropout": 0.0}
+        if family == "Bert":
+            sizes["hidden_act"] = "relu"
+    config = getattr(transformers, f"{family}Config")(**(sizes | changes))
+    return spread(getattr(transformers, f"{family}{head}")(config))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("lengths", [(37, 20), (64, 33)])
+def test_longformer_comes_over_as_it_is(head, lengths):
+    """Outputs, losses and all gradients; ragged global sets, padding, odd lengths."""
+    source, given = longformer(head), batch(head, lengths)
+    ours = longspan.convert(source)
+    given_labels = labels(head, given)
+    found = []
+    for model in (source, ours):
+        output = model(**given, **given_labels)
+        numbers = results(output, given)
+        torch.stack([value.square().mean() for value in numbers.values()]).sum().backward()
+        found.append(numbers)
+    assert largest_difference(*found) <= CLOSE
+
+    bare = head == "Model"
+    table = modules(FAMILIES["longformer"], 2, head, "" if bare else "longformer")
+    theirs = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in source.named_parameters(remove_duplicate=False)
+    }
+    mine = {name: p.grad for name, p in ours.named_parameters(remove_duplicate=False)}
+    assert all(grad is not None for grad in mine.values())
+    assert largest_difference(_gather(mine, table, theirs), mine) <= CLOSE
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_longformer_keeps_its_choice_of_global_tokens(head):
+    source, given = longformer(head), batch(head)
+    given.pop("global_attention_mask")
+    ours = longspan.convert(source)
+    numbers = [results(model(**given), given) for model in (source, ours)]
+    assert largest_difference(*numbers) <= CLOSE
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_back_to_a_stock_longformer(head):
+    ours, given = longspan.convert(longformer(head)), batch(head)
+    theirs = longspan.to_transformers(ours)
+    assert type(theirs).__name__ == f"Longformer{head}"
+    numbers = [results(model(**given), given) for model in (ours, theirs)]
+    assert largest_difference(*numbers) <= CLOSE
+
+
+@pytest.mark.parametrize("family", ["Roberta", "Bert", "DistilBert"])
+def test_a_short_model_leaves_as_a_longformer(family):
+    ours, given = longspan.convert(short(family), window=8), batch("Model")
+    theirs = longspan.to_transformers(ours)
+    numbers = [results(model(**given), given) for model in (ours, theirs)]
+    assert largest_difference(*numbers) <= CLOSE
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", SHORT)
+def test_a_short_model_agrees_within_the_window(family, head):
+    """Whatever is global: the copied projections compute the same."""
+    source, given = short(family, head), batch(head, (33, 20))
+    ours = longspan.convert(source, window=64)
+    given_labels = labels(head, given)
+    if head == "ForQuestionAnswering":
+        # Its loss compares with the scores of padding, which here sees nothing, itself included.
+        given_labels = {}
+    plain = {name: given[name] for name in ("input_ids", "attention_mask")}
+    wanted = results(source(**plain, **given_labels), given)
+    for inputs in (plain, given):
+        assert largest_difference(wanted, results(ours(**inputs, **given_labels), given)) <= CLOSE
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_positions_are_tiled(family):
+    source = short(family)
+    ours = longspan.convert(source, window=8)
+    reserved = 2 if "ober" in family or "ember" in family else 0
+    trained = 40 - reserved
+    assert ours.config.longest == 8 * trained
+    table = ours.get_parameter("embeddings.positions.weight")
+    old = source.embeddings.position_embeddings.weight
+    assert torch.equal(table[:40], old)
+    assert torch.equal(table[40 : 40 + trained], old[reserved:])
+    assert longspan.convert(source, max_length=50).config.longest == 50
+    with pytest.raises(ValueError, match=f"max_length=9 is below the {trained} positions"):
+        longspan.convert(source, max_length=9)
+
+
+@pytest.mark.parametrize("family", ["Longformer", "Roberta", "Bert"])
+def test_padding_may_stand_in_front(family):
+    source = longformer("Model") if family == "Longformer" else short(family)
+    ours = longspan.convert(source, window=64)
+    given = {name: tensor.flip(1) for name, tensor in batch("Model", (33, 20)).items()}
+    theirs = (
+        given
+        if family == "Longformer"
+        else {name: given[name] for name in ("input_ids", "attention_mask")}
+    )
+    real = given["attention_mask"].bool()
+    one, other = source(**theirs).last_hidden_state, ours(**given).last_hidden_state
+    assert float((one - other)[real].abs().max().detach()) <= CLOSE
+
+
+def test_token_types_come_along():
+    source, given = short("Bert"), batch("Model", (33, 20))
+    types = given["input_ids"] % 2
+    ours = longspan.convert(source, window=64)
+    plain = {name: given[name] for name in ("input_ids", "attention_mask")}
+    numbers = [results(m(**plain, token_type_ids=types), given) for m in (source, ours)]
+    assert largest_difference(*numbers) <= CLOSE
+
+
+def test_labels_dtype_and_mode_come_along():
+    source = short("Roberta", "ForSequenceClassification", id2label={0: "a", 1: "b", 2: "c"})
+    ours = longspan.convert(source.to(torch.bfloat16).train())
+    assert ours.config.id2label == {0: "a", 1: "b", 2: "c"}
+    assert ours.dtype == torch.bfloat16
+    assert ours.training
+    assert ours(torch.tensor([[0, 5, 2]])).logits.shape == (1, 3)
+
+
+def test_heads_without_an_equivalent_lose_what_has_none():
+    with pytest.warns(UserWarning, match="becomes LongspanForMaskedLM"):
+        ours = longspan.convert(short("Bert", "ForPreTraining"))
+    assert isinstance(ours, longspan.LongspanForMaskedLM)
+    with pytest.warns(UserWarning, match="becomes LongspanModel"):
+        ours = longspan.convert(short("Electra", "ForPreTraining"))
+    assert isinstance(ours, longspan.LongspanModel)
+
+
+def saved(tmp_path, model=None):
+    (model or short("Roberta")).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_from_a_folder(tmp_path):
+    source, given = short("Roberta"), batch("Model", (33, 20))
+    ours = longspan.convert(saved(tmp_path, source), window=64)
+    given.pop("global_attention_mask")
+    assert largest_difference(*(results(m(**given), given) for m in (source, ours))) <= CLOSE
+
+
+def test_a_checkpoint_without_a_pooler_gets_none(tmp_path):
+    source = short("Roberta")
+    source.pooler = None
+    assert longspan.convert(saved(tmp_path, source)).pooler is None
+
+
+def test_the_separator_comes_from_the_tokenizer(tmp_path):
+    """Where BERT's question ends is not in its config."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[MASK]", "[SEP]", "what", "is", "long"]
+    saved(tmp_path, short("Bert", "ForQuestionAnswering"))
+    assert longspan.convert(tmp_path).config.sep_token_id is None
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = transformers.BertTokenizer(vocab=vocabulary)
+    tokenizer.save_pretrained(tmp_path)
+    ours = longspan.convert(tmp_path)
+    assert ours.config.sep_token_id == 4
+    inputs = tokenizer("what is", "long", return_tensors="pt")
+    assert ours(**inputs).global_attention_mask.tolist() == [[True] * 3 + [False] * 3]
+
+
+def rewrite(folder, change):
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_missing_weights_are_named(tmp_path):
+    name = "encoder.layer.1.output.dense.weight"
+    rewrite(saved(tmp_path), lambda weights: weights.pop(name))
+    with pytest.raises(ValueError, match=rf"lacks 1 of its weights, among them \['{name}'\]"):
+        longspan.convert(tmp_path)
+
+
+def test_weights_left_over_are_named(tmp_path):
+    rewrite(saved(tmp_path), lambda weights: weights.update(surplus=torch.ones(2)))
+    with pytest.warns(UserWarning, match=r"1 weights are not used: \['surplus'\]"):
+        longspan.convert(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    path = saved(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        longspan.convert(tmp_path)
+
+
+class Trap:
+    """Unpickling this leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_is_never_loaded(tmp_path):
+    (saved(tmp_path) / "model.safetensors").unlink()
+    torch.save({"weight": Trap(tmp_path / "sprung")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no safetensors, but \['pytorch_model.bin'\]"):
+        longspan.convert(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    config = transformers.GPT2Config(n_embd=24, n_layer=1, n_head=3, vocab_size=60)
+    model = transformers.GPT2Model(config)
+    wanted = r"GPT2Model \(model_type 'gpt2'\); supported are Longformer, Roberta.*ForMaskedLM"
+    with pytest.raises(ValueError, match=wanted):
+        longspan.convert(model)
+    with pytest.raises(ValueError, match=wanted):
+        longspan.convert(saved(tmp_path, model))
+    with pytest.raises(ValueError, match="BertForNextSentencePrediction"):
+        longspan.convert(short("Bert", "ForNextSentencePrediction"))
+    with pytest.raises(ValueError, match="is_decoder"):
+        longspan.convert(short("Bert", is_decoder=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"attention": {"window": 8, "dilation": 2}}, "layer 0 is dilated"),
+        ({"attention": {"window": [8, 0]}}, "no symmetric window"),
+        ({"position": "sinusoidal"}, "positions are sinusoidal"),
+        ({"embedding_size": 12}, "embeddings have size 12"),
+        ({"classifier_act": "relu"}, "classifier_act is 'relu'"),
+        ({"pad_token_id": None}, "no padding token"),
+    ],
+)
+def test_what_a_longformer_cannot_express(settings, reason):
+    config = longspan.LongspanConfig(**short_sizes(**({"attention": {"window": 8}} | settings)))
+    with pytest.raises(ValueError, match=reason):
+        longspan.to_transformers(longspan.LongspanForSequenceClassification(config))
+
+
+def test_shared_projections_leave_as_copies():
+    attention = {"window": 8, "separate_global": False}
+    config = longspan.LongspanConfig(**short_sizes(attention=attention))
+    ours, given = spread(longspan.LongspanModel(config)), batch("Model")
+    theirs = longspan.to_transformers(ours)
+    assert largest_difference(*(results(m(**given), given) for m in (ours, theirs))) <= CLOSE
+
+
+@pytest.mark.skipif("LONGSPAN_DATA" not in os.environ, reason="LONGSPAN_DATA names no data folder")
+def test_a_real_checkpoint():
+    """granite-30m-roberta: within the window as it was, and 4,096 tokens long."""
+    folder = Path(os.environ["LONGSPAN_DATA"]).parent / "weights" / "granite-30m-roberta"
+    source = transformers.RobertaModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    ours = longspan.convert(folder).eval()
+    assert ours.pooler is None
+    assert ours.config.longest == 4096
+    tokens = torch.randint(5, 50000, (2, 257), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(257) < torch.tensor([[257], [150]])).long()
+    tokens = torch.where(mask.bool(), tokens, 1)
+    chosen = torch.zeros_like(mask)
+    chosen[:, 0] = 1
+
+    def hidden(model, *inputs):
+        return model(*inputs).last_hidden_state[mask.bool()].double()
+
+    with torch.no_grad():
+        exact = hidden(source.double(), tokens, mask)
+        assert float((hidden(ours.double(), tokens, mask, chosen) - exact).abs().max()) <= 1e-10
+        # Its states reach 15, where float32 leaves transformers itself more than 2e-5 from exact.
+        theirs = float((hidden(source.float(), tokens, mask) - exact).abs().max())
+        for extra in (None, chosen):
+            found = hidden(ours.float(), tokens, mask, extra)
+            assert float((found - exact).abs().max()) <= max(CLOSE, 2 * theirs)
+        assert ours(tokens[:1].repeat(1, 16)[:, :4096]).last_hidden_state.isfinite().all()

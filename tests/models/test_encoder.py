@@ -1,0 +1,227 @@
+"""The encoder by itself: packing, positions, compilation, and input it refuses."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from models.small import VOCAB, batch, short_sizes, spread
+
+from longspan import LongspanConfig, LongspanModel, pad, unpad
+
+
+def encoder(**changes):
+    torch.manual_seed(0)
+    settings = {"max_position_embeddings": 66, "attention": [{"window": 8}, {"window": 4}]}
+    config = LongspanConfig(**short_sizes(**(settings | changes)))
+    return spread(LongspanModel(config))
+
+
+def ids(*shape):
+    return torch.randint(4, VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_global_projections_start_as_copies():
+    model = LongspanModel(encoder().config)
+    for block in cast(Any, model.layers):
+        assert torch.equal(block.attention.qkv.weight, block.attention.qkv_global.weight)
+    assert model.embeddings.words.weight.std() < 0.03
+
+
+@pytest.mark.parametrize("position", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_packed_is_separate(position, offset):
+    model = encoder(position=position, position_offset=offset)
+    lengths = [9, 30, 1, 17]
+    rows = [ids(1, length) for length in lengths]
+    chosen = [torch.zeros_like(row) for row in rows]
+    for mask in chosen[:2]:
+        mask[:, [0, 5]] = 1
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    packed = model(
+        torch.cat(rows, 1), global_attention_mask=torch.cat(chosen, 1), cu_seqlens=bounds
+    )
+    alone = [model(row, global_attention_mask=mask) for row, mask in zip(rows, chosen, strict=True)]
+    together = torch.cat([output.last_hidden_state for output in alone], 1)
+    torch.testing.assert_close(packed.last_hidden_state, together, rtol=0, atol=2e-5)
+    pooled = torch.cat([output.pooler_output for output in alone])
+    torch.testing.assert_close(packed.pooler_output, pooled, rtol=0, atol=2e-5)
+
+
+def test_unpadded_is_padded():
+    """Outputs and gradients."""
+    model, given = encoder(), batch("Model", lengths=(37, 0, 20))
+    weight = torch.randn(3, 37, 24) * given["attention_mask"][..., None]
+    found = []
+    for packed in (False, True):
+        if packed:
+            packing, (tokens, chosen) = unpad(
+                given["attention_mask"], given["input_ids"], given["global_attention_mask"]
+            )
+            assert tokens.shape == (1, 57)
+            output = model(tokens, global_attention_mask=chosen, cu_seqlens=packing.cu_seqlens)
+            hidden = pad(packing, output.last_hidden_state)
+        else:
+            hidden = model(**given).last_hidden_state
+        grads = torch.autograd.grad((hidden * weight).sum(), model.layers[0].up.weight)
+        found.append((hidden[given["attention_mask"].bool()], *grads))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_pad_undoes_unpad():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
+    tensor = torch.randn(3, 3, 2) * mask[..., None]
+    packing, (packed,) = unpad(mask, tensor)
+    assert packing.cu_seqlens.tolist() == [0, 2, 2, 4]
+    assert torch.equal(pad(packing, packed), tensor)
+    with pytest.raises(ValueError, match="does not fit"):
+        unpad(mask, tensor[:2])
+    with pytest.raises(ValueError, match="one row of 4 tokens"):
+        pad(packing, packed[:, 1:])
+
+
+def test_more_padding_changes_nothing():
+    model, given = encoder(), batch("Model")
+    longer = {
+        name: torch.nn.functional.pad(tensor, (0, 9), value=1 if name == "input_ids" else 0)
+        for name, tensor in given.items()
+    }
+    real = given["attention_mask"].bool()
+    one, other = (model(**inputs).last_hidden_state for inputs in (given, longer))
+    torch.testing.assert_close(one[real], other[:, :37][real], rtol=0, atol=1e-6)
+
+
+def test_a_row_of_padding_is_finite():
+    mask = torch.ones(2, 10).long()
+    mask[1] = 0
+    model = encoder()
+    output = model(ids(2, 10), mask, global_attention_mask=torch.ones_like(mask))
+    output.last_hidden_state.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert output.last_hidden_state.isfinite().all()
+    assert output.global_attention_mask[1].sum() == 0
+
+
+def test_embeddings_instead_of_ids():
+    model, tokens = encoder(), ids(2, 20)
+    by_ids = model(tokens).last_hidden_state
+    assert torch.equal(model(inputs_embeds=model.embeddings.words(tokens))[0], by_ids)
+    places = torch.arange(20).expand(2, 20) + 2
+    types = torch.zeros_like(tokens)
+    assert torch.equal(model(tokens, position_ids=places, token_type_ids=types)[0], by_ids)
+
+
+def test_hidden_states_and_tuples():
+    model, tokens = encoder(), ids(1, 12)
+    output = model(tokens, output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
+    assert torch.equal(model(tokens, return_dict=False)[0], output.last_hidden_state)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, given = encoder().train(), batch("Model")
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(**given).last_hidden_state.square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiles_without_a_graph_break():
+    model, given = encoder(), batch("Model")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = compiled(**given, max_global_tokens=12)
+    torch.testing.assert_close(output[0], model(**given)[0], rtol=0, atol=2e-5)
+    bounds = torch.tensor([0, 11, 30])
+    packed = compiled(ids(1, 30), cu_seqlens=bounds)
+    torch.testing.assert_close(packed[0], model(ids(1, 30), cu_seqlens=bounds)[0])
+    with pytest.raises(Exception, match="max_global_tokens"):
+        compiled(**given)
+
+
+def test_positions_are_extended():
+    model, tokens = encoder(), ids(1, 100)
+    with pytest.raises(ValueError, match=r"100 tokens.*positions for 64.*extend_positions\(100\)"):
+        model(tokens)
+    before = model(tokens[:, :64])[0]
+    model.extend_positions(100)
+    assert model.config.longest == 100
+    assert model(tokens)[0].shape == (1, 100, 24)
+    assert torch.equal(model(tokens[:, :64])[0], before)
+    table = model.embeddings.positions.weight
+    assert torch.equal(table[66:], table[2:38])
+    assert table.requires_grad
+    model.extend_positions(100)
+    with pytest.raises(ValueError, match="only ever added"):
+        model.extend_positions(99)
+
+
+def test_extended_positions_are_saved(tmp_path):
+    model = encoder()
+    model.extend_positions(90)
+    model.save_pretrained(tmp_path)
+    loaded = LongspanModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids(1, 90))[0], model(ids(1, 90))[0])
+
+
+def test_sinusoidal_positions_have_no_end():
+    model = encoder(position="sinusoidal")
+    model.extend_positions(10**6)
+    assert model(ids(1, 300))[0].shape == (1, 300, 24)
+
+
+def test_a_packed_document_may_not_exceed_the_positions():
+    model = encoder()
+    assert model(ids(1, 100), cu_seqlens=torch.tensor([0, 50, 100]))[0].shape[1] == 100
+    with pytest.raises(ValueError, match="80 tokens"):
+        model(ids(1, 100), cu_seqlens=torch.tensor([0, 20, 100]))
+
+
+def wrong(**inputs):
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (wrong(), "either input_ids or inputs_embeds"),
+        (wrong(input_ids=ids(1, 9), inputs_embeds=torch.zeros(1, 9, 24)), "either"),
+        (wrong(input_ids=ids(9)), r"\[batch, tokens\], got \(9,\)"),
+        (wrong(input_ids=ids(0, 9)), "empty batch"),
+        (wrong(input_ids=ids(2, 0)), "empty batch"),
+        (wrong(input_ids=torch.tensor([[5, VOCAB]])), "from 5 to 60.*tokenizer"),
+        (wrong(input_ids=torch.tensor([[-1, 5]])), "from -1 to 5"),
+        (wrong(inputs_embeds=torch.zeros(1, 9, 23)), r"\[batch, tokens, 24\]"),
+        (wrong(input_ids=ids(2, 9), attention_mask=torch.ones(2, 8)), r"attention_mask.*\(2, 9\)"),
+        (
+            wrong(input_ids=ids(2, 9), global_attention_mask=torch.ones(1, 9)),
+            "global_attention_mask",
+        ),
+        (wrong(input_ids=ids(2, 9), attention_mask=-torch.ones(2, 9)), "1 = yes, 0 = no"),
+        (wrong(input_ids=ids(2, 9), position_ids=torch.zeros(9).long()), "position_ids"),
+        (wrong(input_ids=ids(1, 2), position_ids=torch.tensor([[3, 66]])), "3 to 66.*0 to 65"),
+        (wrong(input_ids=ids(1, 2), token_type_ids=torch.tensor([[0, 1]])), "types 0 to 0"),
+        (wrong(input_ids=ids(2, 9), cu_seqlens=torch.tensor([0, 9])), "batch is 2"),
+        (wrong(input_ids=ids(1, 9), cu_seqlens=torch.tensor([0, 8])), "from 0 to tokens = 9"),
+        (wrong(input_ids=ids(1, 9), output_attentions=True), "never formed"),
+    ],
+)
+def test_wrong_input_is_named(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        encoder()(**inputs)
+
+
+def test_no_token_types_at_all():
+    model = encoder(type_vocab_size=0)
+    with pytest.raises(ValueError, match="no token types"):
+        model(ids(1, 3), token_type_ids=torch.zeros(1, 3).long())
+
+
+def test_too_many_global_tokens_are_named():
+    with pytest.raises(ValueError, match="9 global tokens in one row, but room for only 4"):
+        encoder()(ids(1, 9), global_attention_mask=torch.ones(1, 9).long(), max_global_tokens=4)
