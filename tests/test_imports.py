@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "machine": set(),
     "doctor": {"machine", "ops"},
     "bench": {"machine", "layers", "ops"},
-    "cli": {"doctor", "bench"},
+    "cli": {"doctor", "bench", "hub"},
     "__init__": {"ops", "models", "hub"},
 }
 

@@ -59,6 +59,54 @@ def doctor(
         show(findings, Console())
 
 
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="A folder, or the name of a model on the Hugging Face hub.")
+    ],
+    destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Positions of the result; 8 times the trained ones by default."),
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=2, help="Tokens each token sees around it, half on each side.")
+    ] = 512,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="A text file to compare the two models on, as well."
+        ),
+    ] = None,
+) -> None:
+    """Make a pretrained encoder long: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA.
+
+    A Longformer comes over as it is. Weights, head, labels and tokenizer are kept, learned
+    positions are repeated. The report says how far the outputs of the two models are apart on
+    input that fits the window; there they should be equal but for rounding.
+
+    [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
+    """
+    from transformers.utils import logging
+
+    from longspan.hub.checkpoint import convert_checkpoint
+    from longspan.hub.report import show
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what is missing or left over is reported by us
+    console = _console()
+    try:
+        texts = [path.read_text(encoding="utf8") for path in text or []]
+        with console.status(f"converting {source} ..."):
+            made = convert_checkpoint(
+                source, destination, max_length=max_length, window=window, texts=texts
+            )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    show(made, console)
+    console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
+
+
 @bench_app.command()
 def attention(
     quick: Annotated[

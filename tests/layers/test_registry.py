@@ -25,8 +25,8 @@ def test_a_setting_becomes_a_layer():
         ({}, TypeError, "window"),
         ({"window": 7}, ValueError, "window=7 must be even"),
         ({"window": -2}, ValueError, "not negative"),
-        ({"window": [1, 2, 3]}, ValueError, r"\(left, right\)"),
-        ({"window": 8, "dilation": 0}, ValueError, "from 1"),
+        ({"window": [1, 2, 3]}, TypeError, r"\(left, right\)"),
+        ({"window": 8, "dilation": 0}, ValueError, "at least 1"),
         ({"window": 8, "dilation": [1, 2]}, ValueError, "2 entries for 3 heads"),
     ],
 )

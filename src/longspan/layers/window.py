@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from longspan.ops.rows import global_attention, global_positions, put_rows, take_rows
 from longspan.ops.window import Visibility, window_attention
 from longspan.ops.window import visibility as describe
+from longspan.ops.window.pattern import check_dilation, check_window
 
 
 class WindowAttention(nn.Module):
@@ -41,8 +42,8 @@ class WindowAttention(nn.Module):
         if dim % heads:
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
         self.heads = heads
-        self.window = _checked_window(window)
-        self.dilation = _checked_dilation(dilation, heads)
+        self.window = check_window(window)
+        self.dilation = check_dilation(dilation, heads)
         self.dropout = dropout
         self.backend = backend
         self.qkv = nn.Linear(dim, 3 * dim)
@@ -57,7 +58,7 @@ class WindowAttention(nn.Module):
 
     @property
     def causal(self) -> bool:
-        return self.window == 0 or (isinstance(self.window, tuple) and self.window[1] == 0)
+        return self.window[1] == 0
 
     def forward(
         self,
@@ -123,28 +124,3 @@ class WindowAttention(nn.Module):
             dropout_p=dropout_p,
         )
         return rows.flatten(2)
-
-
-def _checked_window(window: int | Sequence[int]) -> int | tuple[int, int]:
-    """The window as the op takes it, refused here and not at the first call; JSON has no tuples."""
-    sides = [window] if isinstance(window, int) else list(window)
-    if not all(type(side) is int and side >= 0 for side in sides):
-        raise ValueError(f"window={window!r} must be whole numbers that are not negative")
-    if isinstance(window, int):
-        if window % 2:
-            raise ValueError(f"window={window} must be even; use (left, right) for an uneven one")
-        return window
-    if len(sides) != 2:
-        raise ValueError(f"window={window!r} must be an even number or (left, right)")
-    return sides[0], sides[1]
-
-
-def _checked_dilation(dilation: int | Sequence[int], heads: int) -> int | tuple[int, ...]:
-    steps = [dilation] if isinstance(dilation, int) else list(dilation)
-    if not all(type(step) is int and step >= 1 for step in steps):
-        raise ValueError(f"dilation={dilation!r} must be whole numbers from 1 (1 = none)")
-    if isinstance(dilation, int):
-        return dilation
-    if len(steps) != heads:
-        raise ValueError(f"dilation={dilation!r} has {len(steps)} entries for {heads} heads")
-    return tuple(steps)

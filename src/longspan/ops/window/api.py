@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longspan.ops.backends import Backend, choose
 from longspan.ops.window import autograd, dropout, reference
-from longspan.ops.window.pattern import Pattern, Visibility
+from longspan.ops.window.pattern import Pattern, Visibility, check_dilation, check_window
 from longspan.ops.window.pattern import visibility as describe
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -94,8 +94,8 @@ def window_attention(
     """
     query, key, value = _check_tensors(query, key, value)
     pattern = Pattern(
-        *_check_window(window),
-        dilation=_check_dilation(dilation, query.shape[2]),
+        *check_window(window),
+        dilation=check_dilation(dilation, query.shape[2]),
         scale=_check_scale(scale, query.shape[3]),
         dropout_p=_check_dropout(dropout_p),
         global_rows=global_rows,
@@ -174,35 +174,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     if heads < 1 or key_heads < 1 or heads % key_heads:
         raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
     return query, key, value
-
-
-def _check_window(window: int | tuple[int, int]) -> tuple[int, int]:
-    if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
-        raise TypeError(f"window must be an even int or (left, right), got {window!r}")
-    if isinstance(window, int):
-        if window < 0 or window % 2:
-            raise ValueError(
-                f"window={window} must be even and not negative (half on each side); "
-                "use (left, right) for an uneven one"
-            )
-        return window // 2, window // 2
-    if len(window) != 2 or not all(type(side) is int for side in window):
-        raise TypeError(f"window must be two ints (left, right), got {window!r}")
-    left, right = window
-    if left < 0 or right < 0:
-        raise ValueError(f"window={window!r} must not be negative on either side")
-    return left, right
-
-
-def _check_dilation(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
-    steps = (dilation,) * heads if isinstance(dilation, int) else tuple(dilation)
-    if not all(type(step) is int for step in steps):
-        raise TypeError(f"dilation must be an int or one int per head, got {dilation!r}")
-    if len(steps) != heads:
-        raise ValueError(f"dilation has {len(steps)} entries for {heads} heads: {steps}")
-    if min(steps) < 1:
-        raise ValueError(f"dilation must be at least 1 (1 = none), got {dilation!r}")
-    return steps
 
 
 def _check_scale(scale: float | None, head_dim: int) -> float:

@@ -7,6 +7,7 @@ Two small values travel from the public function to every backend:
   once per batch by `visibility()` and can serve every layer of a model.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,37 @@ class Pattern(NamedTuple):
             else:
                 groups.append((head, head + 1, step))
         return groups
+
+
+def check_window(window: int | Sequence[int]) -> tuple[int, int]:
+    """(left, right) of a window given as that or as an even int, or an error."""
+    if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
+        raise TypeError(f"window must be an even int or (left, right), got {window!r}")
+    if isinstance(window, int):
+        if window < 0 or window % 2:
+            raise ValueError(
+                f"window={window} must be even and not negative (half on each side); "
+                "use (left, right) for an uneven one"
+            )
+        return window // 2, window // 2
+    if len(window) != 2 or not all(type(side) is int for side in window):
+        raise TypeError(f"window must be two ints (left, right), got {window!r}")
+    left, right = window
+    if left < 0 or right < 0:
+        raise ValueError(f"window={window!r} must not be negative on either side")
+    return left, right
+
+
+def check_dilation(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
+    """One dilation per head, or an error."""
+    steps = (dilation,) * heads if isinstance(dilation, int) else tuple(dilation)
+    if not all(type(step) is int for step in steps):
+        raise TypeError(f"dilation must be an int or one int per head, got {dilation!r}")
+    if len(steps) != heads:
+        raise ValueError(f"dilation has {len(steps)} entries for {heads} heads: {steps}")
+    if min(steps) < 1:
+        raise ValueError(f"dilation must be at least 1 (1 = none), got {dilation!r}")
+    return steps
 
 
 class Visibility(NamedTuple):

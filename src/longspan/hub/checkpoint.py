@@ -1,0 +1,158 @@
+"""A checkpoint on disk made long: weights, tokenizer, and a report of how equal the two are."""
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from longspan.hub.convert import convert, load
+from longspan.models import LongspanPreTrainedModel
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The largest difference between the outputs of two models on one input, and the size of
+    these outputs: rounding errors grow with it."""
+
+    what: str
+    tokens: int
+    largest: float
+    size: float
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was made of a checkpoint."""
+
+    source: str
+    result: str
+    positions: tuple[int, int]
+    window: int
+    parameters: int
+    parity: list[Parity]
+    notes: list[str] = field(default_factory=list)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    max_length: int | None = None,
+    window: int = 512,
+    texts: Sequence[str] = (),
+) -> Conversion:
+    """`convert`, from a folder or hub name to a folder, with the tokenizer and a parity report.
+
+    The folder appears only when everything is in it.
+    """
+    destination = Path(destination)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ValueError(f"{destination} exists already; give a folder that does not")
+    theirs = load(source)
+    ours = convert(theirs, max_length=max_length, window=window)
+    tokenizer, notes = _tokenizer(source, ours)
+    reports = parity(theirs, ours, tokenizer=tokenizer, texts=texts)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the destination, so that renaming is one step on one file system.
+    building = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        ours.save_pretrained(building)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(building)
+        building.chmod(0o755)  # mkdtemp makes it private
+        if destination.exists():
+            destination.rmdir()
+        os.replace(building, destination)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    trained = theirs.config.max_position_embeddings - ours.config.position_offset
+    return Conversion(
+        source=type(theirs).__name__,
+        result=type(ours).__name__,
+        positions=(trained, ours.config.longest or trained),
+        window=_narrowest(ours),
+        parameters=sum(p.numel() for p in ours.parameters()),
+        parity=reports,
+        notes=notes,
+    )
+
+
+@torch.no_grad()
+def parity(
+    theirs: PreTrainedModel,
+    ours: LongspanPreTrainedModel,
+    *,
+    tokenizer: Any = None,
+    texts: Sequence[str] = (),
+    seed: int = 0,
+) -> list[Parity]:
+    """Compare outputs in float32 on input that fits the window: random ids, then given texts."""
+    theirs, ours = copy.deepcopy(theirs).float().eval(), copy.deepcopy(ours).float().eval()
+    fits = min(_narrowest(ours) // 2 + 1, ours.config.longest or 512)
+    fits = min(fits, theirs.config.max_position_embeddings - ours.config.position_offset)
+    draw = torch.Generator().manual_seed(seed)
+    # Ids from 10 on: special tokens have places of their own, at which heads look.
+    low = min(10, ours.config.vocab_size - 1)
+    random = torch.randint(low, ours.config.vocab_size, (2, fits), generator=draw)
+    reports = [Parity("random tokens", fits, *_difference(theirs, ours, random))]
+    for text in texts:
+        if tokenizer is None:
+            raise ValueError("to compare on a text, the source needs a tokenizer; it has none")
+        ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"]])
+        shown = text[:40].replace("\n", " ") + ("..." if len(text) > 40 else "")
+        what = f"{shown!r}" if ids.shape[1] <= fits else f"{shown!r}, its first {fits} tokens"
+        ids = ids[:, :fits]
+        reports.append(Parity(what, ids.shape[1], *_difference(theirs, ours, ids)))
+    return reports
+
+
+def _difference(
+    theirs: PreTrainedModel, ours: LongspanPreTrainedModel, ids: Tensor
+) -> tuple[float, float]:
+    if type(ours).__name__.endswith("MultipleChoice"):
+        ids = ids[:, None].expand(-1, 2, -1)
+    pair = []
+    for model in (theirs, ours):
+        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        pair.append(_tensors(outputs))
+    difference = max((a - b).abs().max().item() for a, b in zip(*pair, strict=True))
+    return difference, max(a.abs().max().item() for a in pair[0])
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    """Logits where there is a head, else hidden states."""
+    names = ("logits", "start_logits", "end_logits", "last_hidden_state")
+    found = [outputs[name] for name in names if outputs.get(name) is not None]
+    return found[:-1] if len(found) > 1 and "last_hidden_state" in outputs else found
+
+
+def _narrowest(model: LongspanPreTrainedModel) -> int:
+    windows = (setting["window"] for setting in model.config.attention)
+    return min(w if isinstance(w, int) else 2 * min(w) for w in windows)
+
+
+def _tokenizer(source: str | Path, ours: LongspanPreTrainedModel) -> tuple[Any, list[str]]:
+    if Path(source).is_dir() and not any(
+        path.name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece"))
+        for path in Path(source).iterdir()
+    ):
+        # transformers would make up an empty one.
+        return None, [f"no tokenizer was found in {source}, so none was saved"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        return None, [f"no tokenizer was found in {source}, so none was saved ({reason})"]
+    tokenizer.model_max_length = ours.config.longest or tokenizer.model_max_length
+    if ours.config.sep_token_id is None:
+        # BERT's config does not say, and without it nobody knows where a question ends.
+        ours.config.sep_token_id = tokenizer.sep_token_id
+    return tokenizer, []

@@ -1,0 +1,129 @@
+"""From folder to folder: weights, tokenizer, parity, and nothing half-written."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import longspan
+from longspan.cli import app
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat"]
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A tiny BERT with its tokenizer, as `save_pretrained` leaves it."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    torch.manual_seed(0)
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    folder = tmp_path / "bert"
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=24,
+        num_attention_heads=3,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        max_position_embeddings=40,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=40
+    ).save_pretrained(folder)
+    return folder
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)])
+
+
+def plain(output: str) -> str:
+    """What is in the box, on one line."""
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_a_folder_becomes_long(bert: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat")
+    done = run(bert, tmp_path / "long", "--max-length", 200, "--window", 32, "--text", text)
+    assert done.exit_code == 0, done.output
+    assert "BertForMaskedLM" in done.output
+    assert "the cat sat on a mat" in done.output
+    import transformers
+
+    model = longspan.LongspanForMaskedLM.from_pretrained(tmp_path / "long")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "long")
+    assert tokenizer.model_max_length == model.config.longest == 200
+    ids = tokenizer("the cat sat " * 50, return_tensors="pt")["input_ids"]
+    assert ids.shape[1] > 40
+    assert model(input_ids=ids).logits.shape == (1, ids.shape[1], len(WORDS))
+
+
+def test_the_report_is_the_difference(bert: Path, tmp_path: Path) -> None:
+    from longspan.hub.checkpoint import convert_checkpoint, parity
+
+    made = convert_checkpoint(bert, tmp_path / "long", window=32, texts=["the cat"])
+    assert [p.what for p in made.parity] == ["random tokens", "'the cat'"]
+    assert [p.tokens for p in made.parity] == [17, 4]
+    assert all(p.largest < 2e-5 for p in made.parity)
+    assert made.positions == (40, 320)
+    # A model that is not equal must not look equal.
+    import transformers
+
+    theirs = transformers.BertForMaskedLM.from_pretrained(bert)
+    ours: Any = longspan.convert(theirs, window=32)
+    with torch.no_grad():
+        ours.encoder.layers[1].attention.qkv.weight.mul_(1.5)
+    assert parity(theirs, ours)[0].largest > 1e-4
+
+
+def test_a_long_text_is_not_cut_silently(bert: Path, tmp_path: Path) -> None:
+    from longspan.hub.checkpoint import convert_checkpoint
+
+    made = convert_checkpoint(bert, tmp_path / "long", window=32, texts=["the cat sat " * 10])
+    assert made.parity[1].what.endswith("its first 17 tokens")
+
+
+def test_without_a_tokenizer(bert: Path, tmp_path: Path) -> None:
+    for name in os.listdir(bert):
+        if "token" in name:
+            (bert / name).unlink()
+    done = run(bert, tmp_path / "long")
+    assert done.exit_code == 0, done.output
+    assert "no tokenizer" in done.output
+
+
+def test_nothing_is_overwritten_and_nothing_left_behind(bert: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "precious").write_text("keep me")
+    done = run(bert, taken)
+    assert done.exit_code != 0
+    assert "exists already" in done.output
+    assert (taken / "precious").read_text() == "keep me"
+    before = sorted(os.listdir(tmp_path))
+    done = run(bert, tmp_path / "long", "--max-length", 5)
+    assert done.exit_code != 0
+    assert "positions are only ever added" in plain(done.output)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_bad_sources_are_named(bert: Path, tmp_path: Path) -> None:
+    config = json.loads((bert / "config.json").read_text())
+    (bert / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    done = run(bert, tmp_path / "long")
+    assert done.exit_code != 0
+    assert "supported are" in plain(done.output)
+    done = run(tmp_path / "nowhere", tmp_path / "long")
+    assert done.exit_code != 0
+    assert not (tmp_path / "long").exists()
