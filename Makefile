@@ -18,11 +18,12 @@ help: ## show this list
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "longspan needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "installing into $(VENV): a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED) ## time and memory against length, as a table and a figure: seconds on a CPU
+demo: $(INSTALLED) ## time and memory against length, as a table and a figure: a minute on a CPU
 	$(BIN)/longspan bench attention --quick --output $(DEMO_DIR)
 
 test: lint ## lint, then every test

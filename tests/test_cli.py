@@ -18,7 +18,8 @@ from longspan.ops.window import BACKENDS
 def invoke(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return result.output
+    # An error comes in a box whose lines break anywhere.
+    return result.output if code == 0 else " ".join(result.output.replace("│", " ").split())
 
 
 def test_version() -> None:
@@ -131,3 +132,27 @@ def test_wrong_options_say_what_is_right(arguments: tuple[str, ...], message: st
 def test_report_of_a_missing_file(tmp_path: Path) -> None:
     output = invoke("bench", "report", str(tmp_path / "none.json"), code=2)
     assert "does not exist" in " ".join(output.replace("│", " ").split())
+
+
+def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
+    output = invoke(
+        "bench", "attention", "--quick", "--only", "flex", "--output", str(tmp_path), code=2
+    )
+    assert "nothing to measure" in output
+    assert "longspan-layer" in output
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"points": [{"case": {}}]}', "{"])
+def test_a_damaged_report_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "attention-cpu.json"
+    path.write_text(content)
+    assert "damaged" in invoke("bench", "report", str(path), code=2)
+    path.write_bytes(b"\xb9\x00")
+    assert "damaged" in invoke("bench", "report", str(path), code=2)
+    assert "is a folder" in invoke("bench", "report", str(tmp_path), code=2)
+
+
+def test_output_must_be_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is a file" in invoke("bench", "attention", "--quick", "--output", str(file), code=2)

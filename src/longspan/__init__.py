@@ -8,7 +8,7 @@ classes.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from longspan.ops import global_attention, window_attention
+from longspan.ops import global_attention, visibility, window_attention
 
 if TYPE_CHECKING:
     from longspan.hub.convert import convert, to_transformers
@@ -44,6 +44,7 @@ __all__ = [
     "to_transformers",
     "unpad",
     "unpatch",
+    "visibility",
     "window_attention",
 ]
 

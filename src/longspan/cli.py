@@ -110,7 +110,7 @@ def convert(
 @bench_app.command()
 def attention(
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few short lengths: seconds, also on a CPU.")
+        bool, typer.Option("--quick", help="A few short lengths: under a minute, also on a CPU.")
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; the best one there is by default.")
@@ -125,9 +125,9 @@ def attention(
     only: Annotated[
         list[str] | None, typer.Option(help="Only this contender; may be given several times.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON file and the figures.")] = Path(
-        "bench/results"
-    ),
+    output: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
+    ] = Path("build/bench"),
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure everything again, do not resume.")
     ] = False,
@@ -137,12 +137,13 @@ def attention(
     Writes [bold]attention-<device>.json[/] after every point, so an interrupted run goes on where
     it stopped when started again the same way, then prints tables and draws figures from it.
 
-    [bold]longspan bench attention --quick[/] takes seconds;
-    [bold]longspan bench attention --only longspan --only flex[/] narrows the field.
+    [bold]longspan bench attention --quick[/] takes less than a minute;
+    [bold]longspan bench attention --only longspan --only sdpa[/] narrows the field.
     """
     import torch
 
     from longspan.bench.cases import suite
+    from longspan.bench.contenders import CONTENDERS
     from longspan.bench.measure import Settings
     from longspan.bench.run import run
 
@@ -157,6 +158,19 @@ def attention(
         lengths=_parse_lengths(lengths),
         only=_check_only(only or []),
     )
+    if not any(device in CONTENDERS[name].devices for job in jobs for name in job.contenders):
+        there = sorted(
+            {
+                name
+                for job in suite(device=device, dtype=dtype, quick=quick)
+                for name in job.contenders
+                if device in CONTENDERS[name].devices
+            }
+        )
+        raise typer.BadParameter(
+            f"--only {', '.join(only or [])}: nothing to measure; this suite on {device} has "
+            f"{', '.join(there)}"
+        )
     if quick:
         settings = Settings(device, threads, rounds=3, seconds=1.5, rep_ms=30)
     else:
@@ -195,8 +209,11 @@ def _report(path: Path, console: Console) -> None:
         results = load(path)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if not results.points:
+        raise typer.BadParameter(f"{path} holds no points yet")
     show(results, claims(results), console)
-    for figure in [path, *draw(results, path.with_suffix(""))]:
+    console.print(f"from {path}", soft_wrap=True, highlight=False)
+    for figure in draw(results, path.with_suffix("")):
         console.print(f"wrote {figure}", soft_wrap=True, highlight=False)
 
 

@@ -109,10 +109,14 @@ def test_resume_only_what_is_comparable(tmp_path: Path) -> None:
     assert not other.points
     assert why is not None
     assert "source" in why
+    # What cannot be gone on from is kept.
+    assert load(tmp_path / "attention-cuda.1.json").points.keys() == same.points.keys()
     path.write_text("{")
     broken, why = resume(path, make_header())
     assert not broken.points
     assert why is not None
+    assert "damaged" in why
+    assert (tmp_path / "attention-cuda.2.json").read_text() == "{"
 
 
 def test_failures_are_tried_again() -> None:

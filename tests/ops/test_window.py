@@ -1,5 +1,7 @@
 """What `window_attention` promises whichever backend serves it: its meaning and its errors."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -213,6 +215,11 @@ WRONG = [
     ({"dilation": 0}, ValueError, "at least 1"),
     ({"dilation": (1, 2, 3)}, ValueError, "3 entries for 2 heads"),
     ({"dilation": (1, 1.5)}, TypeError, "int"),
+    ({"dilation": 1.5}, TypeError, "one int per head"),
+    ({"scale": "x"}, ValueError, "positive"),
+    ({"visibility": "x"}, TypeError, "visibility must come from"),
+    ({"cu_seqlens": torch.tensor([])}, ValueError, "boundaries"),
+    ({"cu_seqlens": torch.tensor([0, 10], device="meta")}, ValueError, "cu_seqlens is on meta"),
     ({"dropout_p": 1.0}, ValueError, "dropout_p"),
     ({"scale": -1.0}, ValueError, "positive"),
     ({"scale": float("nan")}, ValueError, "positive"),
@@ -261,6 +268,23 @@ def test_wrong_tensors_are_named():
             window_attention(short, short, short, window=4, visibility=other)
     with pytest.raises(ValueError, match="not both"):
         window_attention(q, q, q, window=4, attention_mask=mask, visibility=seen)
+
+
+def test_whole_numbers_of_any_kind_are_taken():
+    import numpy as np
+
+    q = torch.randn(1, 10, 2, 16)
+    plain = window_attention(q, q, q, window=4, dilation=(1, 2))
+    dilation: Any = [np.int64(1), 2]
+    window: Any
+    for window in (np.int64(4), (np.int32(2), np.int64(2)), [2, 2], torch.tensor(4)):
+        out = window_attention(q, q, q, window=window, dilation=dilation)
+        assert torch.equal(out, plain)
+
+
+def test_shapes_alone_on_the_meta_device():
+    q = torch.randn(2, 10, 2, 16, device="meta")
+    assert window_attention(q, q, q, window=4).shape == q.shape
 
 
 def test_a_named_backend_says_why_it_cannot():

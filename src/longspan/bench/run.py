@@ -43,7 +43,7 @@ def run(
     head = header(settings)
     results, discarded = (Results(head), None) if fresh else resume(path, head)
     if discarded:
-        console.print(f"[yellow]starting over:[/] earlier results in {path} were {discarded}")
+        console.print(f"[yellow]starting over:[/] {discarded}", soft_wrap=True, highlight=False)
     groups = list(_groups(jobs, settings.device, results))
     total = sum(len(names) for _, _, names in groups)
     if results.points:

@@ -1,5 +1,6 @@
 """One JSON file per device: read to resume, written after every point."""
 
+import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -82,23 +83,39 @@ def load(path: Path) -> Results:
             )
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; `longspan bench attention` writes it") from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a file of bench results: {error!r}") from error
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder; give the attention-<device>.json in it") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged, or not written by `longspan bench attention` ({error!r})"
+        ) from error
     return results
 
 
 def resume(path: Path, header: dict[str, Any]) -> tuple[Results, str | None]:
     """The results to go on from: those at `path` if they agree with `header`, else none.
 
-    Also returns why earlier results were not used, if there were any.
+    Earlier results that cannot be gone on from are kept under another name; also returns where,
+    and why.
     """
     if not path.exists():
         return Results(header), None
     try:
         earlier = load(path)
-    except ValueError as error:
-        return Results(header), str(error)
-    changed = [name for name in _IDENTITY if earlier.header.get(name) != header[name]]
-    if changed:
-        return Results(header), f"measured with other {', '.join(changed)}"
-    return Results(header, earlier.points), None
+        changed = [name for name in _IDENTITY if earlier.header.get(name) != header[name]]
+        if not changed:
+            return Results(header, earlier.points), None
+        reason = f"other {', '.join(changed)}"
+    except ValueError:
+        reason = "the file is damaged"
+    kept = set_aside(path)
+    return Results(header), f"{path} cannot be continued ({reason}); it is now {kept}"
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a results file to the first free name beside it: nothing measured is lost."""
+    numbers = itertools.count(1)
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in numbers)
+    kept = next(name for name in names if not name.exists())
+    os.replace(path, kept)
+    return kept

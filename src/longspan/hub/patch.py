@@ -66,8 +66,17 @@ def _fast_class(base: type) -> type:
     return type(base.__name__, (_Fast, base), {"__module__": base.__module__})
 
 
+def _rebuild(base: type) -> Any:
+    fast = _fast_class(base)
+    return fast.__new__(fast)
+
+
 class _Fast:
     """The forward pass of a patched module, in front of transformers' class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class is made at run time, so pickle could not find it by its name.
+        return _rebuild, (type(self).__bases__[1],), self.__dict__
 
     def forward(
         self: Any,

@@ -76,21 +76,24 @@ def window_attention(
         query: [batch, tokens, heads, head_dim].
         key, value: the same, or with fewer heads that divide the query's (grouped heads).
         window: `(left, right)` steps, or an even int for half on each side. A query always sees
-            itself, so 512 means 513 keys.
+            itself, so 512 means 513 keys. 0 is (0, 0), hence causal.
         dilation: tokens per step, one for all heads or one per head; 1 = none.
         attention_mask: [batch, tokens], nonzero = token, 0 = padding.
         global_mask: [batch, tokens], nonzero = global: sees every token, is seen by every token.
         cu_seqlens: [documents + 1], boundaries of the documents packed in the single row,
-            from 0 to tokens. On a GPU the values are not read back (that would stall it):
-            tokens outside the boundaries are treated as padding.
+            from 0 to tokens. On a GPU and under `torch.compile` the values are not looked at
+            (that would stall the one and break the other): tokens outside the boundaries are
+            treated as padding.
         dropout_p: probability of dropping an attention weight. The seed comes from torch's
             generator; all backends drop the same entries for the same seed.
         scale: factor on the scores, 1/sqrt(head_dim) by default.
         backend: "auto", "triton", "blocked" or "reference". A named one never falls back.
-        visibility: what `visibility(...)` made of the three masks, to be reused over the layers
-            of a model; then the masks themselves are not given.
+        visibility: what `longspan.visibility(...)` made of the three masks, to be reused over
+            the layers of a model; then the masks themselves are not given.
         global_rows: False leaves global *queries* with the window and the global keys only, for
             layers that compute the rows of global tokens from separate projections.
+
+    Gradients can be taken once; `backend="reference"` allows higher derivatives.
     """
     query, key, value = _check_tensors(query, key, value)
     pattern = Pattern(
@@ -148,7 +151,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"
             )
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if not query.dtype == key.dtype == value.dtype:
@@ -171,7 +174,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
     heads, key_heads = query.shape[2], key.shape[2]
-    if heads < 1 or key_heads < 1 or heads % key_heads:
+    if heads < 1 or key_heads < 1:
+        raise ValueError(f"there must be at least 1 head, got {heads} and {key_heads} for keys")
+    if heads % key_heads:
         raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
     return query, key, value
 
@@ -179,7 +184,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 def _check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(max(head_dim, 1))
-    if not (math.isfinite(scale) and scale > 0):
+    if not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a positive number, got {scale!r}")
     return float(scale)
 
@@ -192,6 +197,8 @@ def _check_dropout(dropout_p: float) -> float:
 
 def _check_visibility(like: Tensor, seen: Visibility) -> None:
     """A description of another batch would send a kernel beyond the end of its rows."""
+    if not isinstance(seen, Visibility):
+        raise TypeError(f"visibility must come from visibility(...), got {type(seen).__name__}")
     batch, tokens = like.shape[:2]
     for name, tensor, length in (("start", seen.start, tokens), ("rank", seen.rank, tokens + 1)):
         if tensor is None:
@@ -236,11 +243,16 @@ def check_masks(
         return
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens must be [documents + 1] boundaries, got shape {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.device.type not in ("cpu", like.device.type):
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device}, the tensors are on {like.device}; "
+            "it may be there or on the cpu"
         )
     if batch != 1:
         raise ValueError(

@@ -7,8 +7,9 @@ Two small values travel from the public function to every backend:
   once per batch by `visibility()` and can serve every layer of a model.
 """
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +40,17 @@ class Pattern(NamedTuple):
         return groups
 
 
+def _as_int(value: Any) -> Any:
+    """A plain int where the value is a whole number of any kind (numpy's, say), else itself."""
+    if isinstance(value, bool):
+        return repr(value)  # True is an int to Python, and a mistake here
+    return operator.index(value) if hasattr(value, "__index__") else value
+
+
 def check_window(window: int | Sequence[int]) -> tuple[int, int]:
     """(left, right) of a window given as that or as an even int, or an error."""
-    if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
+    window = _as_int(window)
+    if not isinstance(window, (int, tuple, list)):
         raise TypeError(f"window must be an even int or (left, right), got {window!r}")
     if isinstance(window, int):
         if window < 0 or window % 2:
@@ -50,9 +59,10 @@ def check_window(window: int | Sequence[int]) -> tuple[int, int]:
                 "use (left, right) for an uneven one"
             )
         return window // 2, window // 2
-    if len(window) != 2 or not all(type(side) is int for side in window):
+    sides = [_as_int(side) for side in window]
+    if len(sides) != 2 or not all(type(side) is int for side in sides):
         raise TypeError(f"window must be two ints (left, right), got {window!r}")
-    left, right = window
+    left, right = sides
     if left < 0 or right < 0:
         raise ValueError(f"window={window!r} must not be negative on either side")
     return left, right
@@ -60,7 +70,9 @@ def check_window(window: int | Sequence[int]) -> tuple[int, int]:
 
 def check_dilation(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
     """One dilation per head, or an error."""
-    steps = (dilation,) * heads if isinstance(dilation, int) else tuple(dilation)
+    dilation = _as_int(dilation)
+    single = not isinstance(dilation, Sequence)
+    steps = (dilation,) * heads if single else tuple(_as_int(step) for step in dilation)
     if not all(type(step) is int for step in steps):
         raise TypeError(f"dilation must be an int or one int per head, got {dilation!r}")
     if len(steps) != heads:
