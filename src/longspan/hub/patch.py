@@ -67,7 +67,7 @@ def _fast_class(base: type) -> type:
 
 
 def _rebuild(base: type) -> Any:
-    fast = _fast_class(base)
+    fast: Any = _fast_class(base)
     return fast.__new__(fast)
 
 
