@@ -18,11 +18,12 @@ MAY_IMPORT = {
     "layers": {"ops"},
     "models": {"layers", "ops"},
     "hub": {"models", "layers", "ops"},
+    "registration": {"models"},
     "machine": set(),
     "doctor": {"machine", "ops"},
     "bench": {"machine", "layers", "ops"},
     "cli": {"doctor", "bench", "hub"},
-    "__init__": {"ops", "models", "hub"},
+    "__init__": {"ops", "models", "hub", "registration"},
 }
 
 

@@ -1,14 +1,14 @@
 """longspan: transformers that read whole documents.
 
 Models need the transformers package, which takes seconds to import, so their names are looked up
-on first use. That, or `import longspan.models`, also registers them with transformers' Auto
-classes.
+on first use; transformers' Auto classes know them all the same, see `registration`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from longspan.ops import global_attention, visibility, window_attention
+from longspan.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from longspan.hub.convert import convert, to_transformers
@@ -75,3 +75,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_with_transformers()
