@@ -40,6 +40,18 @@ def test_within_the_error_budget(feature, dtype, device, data):
     assert_within_budget(case, "triton", dtype, device)
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_torchs_float32_setting_is_followed(precision, device, monkeypatch):
+    """Set through the newer of torch's two interfaces, after which reading the older one fails."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    exact = run(PLAIN, "reference", torch.float64, device)
+    ours = run(PLAIN, "triton", torch.float32, device)
+    loose = precision == "tf32" and ON_GPU
+    for truth, got in zip(exact, ours, strict=True):
+        error = (got.double() - truth).abs().max()
+        assert error < (2e-2 if loose else 2e-5)
+
+
 LARGE = [
     Case(1, 333, 2, 2, head_dim, window, dilation, padding, share, documents, seed=head_dim)
     for head_dim in (16, 32, 48, 64, 80, 96, 128, 160, 256)

@@ -200,7 +200,7 @@ def _options(query: Tensor, seen: Visibility, pattern: Pattern) -> dict:
     """The compile-time switches all kernels share."""
     # torch's own setting decides whether float32 products may be rounded to tf32; if not, three
     # tf32 products give float32 accuracy at tensor-core speed.
-    fast = torch.backends.cuda.matmul.allow_tf32
+    fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "HEAD_DIM": query.shape[3],
         "D": _padded_dim(query.shape[3]),
