@@ -41,11 +41,15 @@ def test_within_the_error_budget(feature, dtype, device, data):
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_torchs_float32_setting_is_followed(precision, device, monkeypatch):
+def test_torchs_float32_setting_is_followed(precision, device):
     """Set through the newer of torch's two interfaces, after which reading the older one fails."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
     exact = run(PLAIN, "reference", torch.float64, device)
-    ours = run(PLAIN, "triton", torch.float32, device)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        ours = run(PLAIN, "triton", torch.float32, device)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
     loose = precision == "tf32" and ON_GPU
     for truth, got in zip(exact, ours, strict=True):
         error = (got.double() - truth).abs().max()
