@@ -208,7 +208,6 @@ def wrong(**inputs):
         (wrong(input_ids=ids(1, 2), token_type_ids=torch.tensor([[0, 1]])), "types 0 to 0"),
         (wrong(input_ids=ids(2, 9), cu_seqlens=torch.tensor([0, 9])), "batch is 2"),
         (wrong(input_ids=ids(1, 9), cu_seqlens=torch.tensor([0, 8])), "from 0 to tokens = 9"),
-        (wrong(input_ids=ids(1, 9), output_attentions=True), "never formed"),
     ],
 )
 def test_wrong_input_is_named(inputs, message):

@@ -6,9 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from longspan.ops.rows import global_attention, global_positions, put_rows, take_rows
+from longspan.ops.rows import (
+    global_attention,
+    global_positions,
+    global_weights,
+    put_rows,
+    take_rows,
+)
 from longspan.ops.window import Visibility, window_attention
 from longspan.ops.window import visibility as describe
+from longspan.ops.window.maps import AttentionMap, attention_map
 from longspan.ops.window.pattern import check_dilation, check_window
 
 
@@ -102,6 +109,35 @@ class WindowAttention(nn.Module):
             assert chosen is not None
             positions = global_positions(chosen)
         return put_rows(out, self._global_rows(hidden, seen, positions, dropout_p), positions)
+
+    @torch.no_grad()
+    def map(
+        self, hidden: Tensor, *, seen: Visibility, positions: Tensor | None = None
+    ) -> AttentionMap:
+        """The attention weights of a call, as a band, columns and rows, without n x n memory."""
+        query, key, _ = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        made = attention_map(
+            query, key, window=self.window, dilation=self.dilation, seen=seen, places=positions
+        )
+        if positions is None or seen.rank is None:
+            return made
+        project = self.qkv if self.qkv_global is None else self.qkv_global
+        dim = hidden.shape[2]
+        query_weight, key_weight, _ = project.weight.split(dim)
+        query = linear(take_rows(hidden, positions), query_weight, project.bias[:dim])
+        rows, blank = global_weights(
+            query.unflatten(-1, (self.heads, -1)),
+            hidden,
+            key_weight,
+            positions=positions,
+            seen=seen,
+            causal=self.causal,
+            late=True,
+        )
+        local = ~(seen.rank[:, 1:] > seen.rank[:, :-1])[..., None, None]
+        columns = None if made.columns is None else made.columns * local
+        rows = rows.masked_fill(blank[..., None, None], 0.0)
+        return made._replace(band=made.band * local, columns=columns, rows=rows)
 
     def _global_rows(
         self, hidden: Tensor, seen: Visibility, positions: Tensor, dropout_p: float

@@ -1,6 +1,6 @@
 """The encoder: ids to hidden states, any length, padded or packed."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -165,9 +165,11 @@ class LongspanModel(LongspanPreTrainedModel):
             cu_seqlens: [documents + 1] boundaries of documents packed into a single row, whose
                 positions count from the beginning of each. Poolers return one row per document.
             max_global_tokens: most global tokens in any row, see `LongspanConfig`.
+            output_attentions: also return each layer's weights, computed once more for that, as
+                an `AttentionMap` of a band, columns and rows; n x n weights are never formed.
         """
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
-            raise ValueError("attention weights are never formed here, so output_attentions=False")
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         words = self._words(input_ids, inputs_embeds)
         tokens_mask = _as_bool("attention_mask", attention_mask, words)
         global_mask = _as_bool("global_attention_mask", global_attention_mask, words)
@@ -189,8 +191,11 @@ class LongspanModel(LongspanPreTrainedModel):
         hidden = self.embeddings(words, position_ids, token_type_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        states = (hidden,)
+        states, maps = (hidden,), ()
         for block in self.layers:
+            if output_attentions:
+                attention = cast(WindowAttention, block.attention)
+                maps = (*maps, attention.map(hidden, seen=seen, positions=places))
             if self.gradient_checkpointing and self.training:
                 hidden = self._gradient_checkpointing_func(block.__call__, hidden, seen, places)
             else:
@@ -201,6 +206,7 @@ class LongspanModel(LongspanPreTrainedModel):
             last_hidden_state=hidden,
             pooler_output=None if self.pooler is None else self.pooler(hidden, cu_seqlens),
             hidden_states=states if output_hidden_states else None,
+            attentions=cast(Any, maps) if output_attentions else None,
             global_attention_mask=global_mask,
         )
 

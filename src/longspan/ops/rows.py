@@ -85,24 +85,14 @@ def global_attention(
     tokens, dim = hidden.shape[1:]
     if late is None:
         late = rows * heads < dim
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    key_weight = key_weight.to(query.dtype).view(heads, head_dim, dim)
+    weights, blank = global_weights(
+        query, hidden, key_weight, positions=positions, seen=seen, causal=causal, scale=scale,
+        late=late,
+    )  # fmt: skip
+    weights = weights.to(query.dtype)
+    if dropout_p > 0:
+        weights = dropout(weights, dropout_p)
     value_weight = value_weight.to(query.dtype).view(heads, head_dim, dim)
-
-    if late:
-        folded = torch.einsum("bghd,hdD->bghD", query * scale, key_weight)
-        scores = torch.matmul(folded.flatten(1, 2), hidden.transpose(1, 2))
-        scores = scores.view(batch, rows, heads, tokens)
-    else:
-        keys = linear(hidden, key_weight.flatten(0, 1)).view(batch, tokens, heads, head_dim)
-        scores = torch.einsum("bghd,bnhd->bghn", query * scale, keys)
-
-    bias, blank = _visible(positions, tokens, seen, causal)
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)[:, :, None, :]
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
-    weights = dropout(weights, dropout_p)
     if late:
         pooled = torch.matmul(weights.flatten(1, 2), hidden).view(batch, rows, heads, dim)
         out = torch.einsum("bghD,hdD->bghd", pooled, value_weight)
@@ -114,6 +104,37 @@ def global_attention(
         # Weights add up to one, but for what dropout does to them.
         out = out + (bias * weights.sum(dim=-1, keepdim=True) if dropout_p > 0 else bias)
     return out.masked_fill(blank[..., None, None], 0.0)
+
+
+def global_weights(
+    query: Tensor,
+    hidden: Tensor,
+    key_weight: Tensor,
+    *,
+    positions: Tensor,
+    seen: Visibility | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    late: bool,
+) -> tuple[Tensor, Tensor]:
+    """The softmax in `global_attention`: weights [batch, g, heads, tokens] in at least float32,
+    and which rows see nothing [batch, g] (their weights mean nothing)."""
+    batch, rows, heads, head_dim = query.shape
+    tokens, dim = hidden.shape[1:]
+    query = query * (1.0 / math.sqrt(head_dim) if scale is None else scale)
+    key_weight = key_weight.to(query.dtype)
+    if late:
+        folded = torch.einsum("bghd,hdD->bghD", query, key_weight.view(heads, head_dim, dim))
+        scores = torch.matmul(folded.flatten(1, 2), hidden.transpose(1, 2))
+        scores = scores.view(batch, rows, heads, tokens)
+    else:
+        keys = linear(hidden, key_weight).view(batch, tokens, heads, head_dim)
+        scores = torch.einsum("bghd,bnhd->bghn", query, keys)
+    bias, blank = _visible(positions, tokens, seen, causal)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)[:, :, None, :]
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return torch.softmax(scores, dim=-1, dtype=wide), blank
 
 
 def _visible(
