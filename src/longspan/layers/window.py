@@ -119,14 +119,13 @@ class WindowAttention(nn.Module):
         made = attention_map(
             query, key, window=self.window, dilation=self.dilation, seen=seen, places=positions
         )
-        if positions is None or seen.rank is None:
+        chosen = seen.is_global()
+        if positions is None or made.columns is None or chosen is None:
             return made
         project = self.qkv if self.qkv_global is None else self.qkv_global
-        dim = hidden.shape[2]
-        query_weight, key_weight, _ = project.weight.split(dim)
-        query = linear(take_rows(hidden, positions), query_weight, project.bias[:dim])
+        key_weight = project.weight.split(hidden.shape[2])[1]
         rows, blank = global_weights(
-            query.unflatten(-1, (self.heads, -1)),
+            self._global_query(project, hidden, positions),
             hidden,
             key_weight,
             positions=positions,
@@ -134,10 +133,15 @@ class WindowAttention(nn.Module):
             causal=self.causal,
             late=True,
         )
-        local = ~(seen.rank[:, 1:] > seen.rank[:, :-1])[..., None, None]
-        columns = None if made.columns is None else made.columns * local
+        local = ~chosen[..., None, None]
         rows = rows.masked_fill(blank[..., None, None], 0.0)
-        return made._replace(band=made.band * local, columns=columns, rows=rows)
+        return made._replace(band=made.band * local, columns=made.columns * local, rows=rows)
+
+    def _global_query(self, project: nn.Linear, hidden: Tensor, positions: Tensor) -> Tensor:
+        """[batch, g, heads, head_dim]: the queries of the global tokens alone."""
+        dim = hidden.shape[2]
+        query = linear(take_rows(hidden, positions), project.weight[:dim], project.bias[:dim])
+        return query.unflatten(-1, (self.heads, -1))
 
     def _global_rows(
         self, hidden: Tensor, seen: Visibility, positions: Tensor, dropout_p: float
@@ -145,15 +149,13 @@ class WindowAttention(nn.Module):
         """[batch, g, dim]: what each global token makes of its whole document."""
         assert self.qkv_global is not None
         dim = hidden.shape[2]
-        query_weight, key_weight, value_weight = self.qkv_global.weight.split(dim)
-        query_bias, _, value_bias = self.qkv_global.bias.split(dim)
-        query = linear(take_rows(hidden, positions), query_weight, query_bias)
+        _, key_weight, value_weight = self.qkv_global.weight.split(dim)
         rows = global_attention(
-            query.unflatten(-1, (self.heads, -1)),
+            self._global_query(self.qkv_global, hidden, positions),
             hidden,
             key_weight,
             value_weight,
-            value_bias,
+            self.qkv_global.bias[2 * dim :],
             positions=positions,
             seen=seen,
             causal=self.causal,
