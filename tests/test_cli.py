@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from longspan.bench.cases import Case, Pass
 from typer.testing import CliRunner
 
 import longspan
 from longspan.bench import run as bench_run
-from longspan.bench.cases import Case, Pass
 from longspan.bench.measure import Point
 from longspan.cli import app
 from longspan.ops.window import BACKENDS

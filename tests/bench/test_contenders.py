@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from longspan.bench.cases import PASSES, Case
+from longspan.bench.contenders import CONTENDERS
 from torch import Tensor
 
 from longspan.bench import contenders
-from longspan.bench.cases import PASSES, Case
-from longspan.bench.contenders import CONTENDERS
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from longspan.bench.cases import PASSES, Case
+
 from longspan.bench.measure import Settings, measure
 
 pytestmark = [

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from longspan.bench.cases import PASSES, Case, suite
 from longspan.bench.claims import Claim, claims
 from longspan.bench.contenders import CONTENDERS
 from longspan.bench.figure import draw
+
 from longspan.bench.measure import OUT_OF_MEMORY, Point, Settings
 from longspan.bench.store import Results, load, resume
 

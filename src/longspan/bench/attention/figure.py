@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MultipleLocator, NullLocator
 
-from longspan.bench.cases import PASSES, Case, Level
-from longspan.bench.contenders import CONTENDERS
+from longspan.bench.attention.cases import AttentionCase, Level
+from longspan.bench.attention.contenders import CONTENDERS
+from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Point
 from longspan.bench.labels import End, label_ends
-from longspan.bench.measure import OUT_OF_MEMORY, Point
 from longspan.bench.store import Results
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; dense attention in greys.
@@ -75,18 +75,18 @@ def _dtype(results: Results) -> str:
     return next(case.dtype for case, _, _ in results.points)
 
 
-def _plain(results: Results, **changes: Any) -> Case:
-    return replace(Case(tokens=16_384, dtype=_dtype(results)), **changes)
+def _plain(results: Results, **changes: Any) -> AttentionCase:
+    return replace(AttentionCase(tokens=16_384, dtype=_dtype(results)), **changes)
 
 
 def _line(
-    results: Results, cases: Sequence[Case], name: str, kind: Any
-) -> list[tuple[Case, Point]]:
+    results: Results, cases: Sequence[AttentionCase], name: str, kind: Any
+) -> list[tuple[AttentionCase, Point]]:
     found = [(case, results.get(case, name, kind)) for case in cases]
     return [(case, point) for case, point in found if point is not None]
 
 
-def _points(results: Results, case: Case) -> list[Point]:
+def _points(results: Results, case: AttentionCase) -> list[Point]:
     return [point for key, point in results.points.items() if key[0] == case]
 
 
@@ -94,7 +94,7 @@ def _scaling(results: Results) -> Figure | None:
     """Time and memory against length, log-log: the Longformer paper's Figure 1, today."""
     if not results.points:
         return None
-    rows: list[tuple[Level, list[Case]]] = []
+    rows: list[tuple[Level, list[AttentionCase]]] = []
     for level in _LEVELS:
         plain = _plain(results, level=level)
         lengths = sorted({c.tokens for c, _, _ in results.points if c.level == level})
@@ -123,7 +123,7 @@ def _scaling(results: Results) -> Figure | None:
 
 
 def _panel(
-    axes: Axes, results: Results, cases: Sequence[Case], quantity: str, title: str
+    axes: Axes, results: Results, cases: Sequence[AttentionCase], quantity: str, title: str
 ) -> list[End]:
     """Draw one quantity of all contenders; return the ends of the lines, to be named."""
     ends = []
@@ -240,7 +240,7 @@ def _sweeps(results: Results) -> Figure | None:
 
 
 def _speedup_panel(
-    results: Results, plain: Case, field: str, values: Sequence[int], label: str
+    results: Results, plain: AttentionCase, field: str, values: Sequence[int], label: str
 ) -> Callable[[Axes], list[End]]:
     def draw_on(axes: Axes) -> list[End]:
         highest = 2.0
@@ -271,7 +271,7 @@ def _speedup_panel(
 
 
 def _time_panel(
-    results: Results, plain: Case, field: str, values: Sequence[int], label: str
+    results: Results, plain: AttentionCase, field: str, values: Sequence[int], label: str
 ) -> Callable[[Axes], list[End]]:
     def draw_on(axes: Axes) -> list[End]:
         ends, cases = [], [replace(plain, **{field: value}) for value in values]
