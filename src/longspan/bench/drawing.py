@@ -97,7 +97,7 @@ def name_end(
     line: Sequence[tuple[float, float]], name: str, colour: str, *, bold: bool = False
 ) -> End:
     """The name to be written at the end of a line."""
-    if len(name) > 15:  # two short lines stay clear of axes and panels
+    if len(name) > 16:  # two short lines stay clear of axes and panels
         name = name.replace(" ", "\n", 1)
     return End(*line[-1], name, colour, bold=bold)
 
@@ -139,6 +139,8 @@ def count(n: float) -> str:
 
 
 def duration(ms: float) -> str:
+    if ms == 0:
+        return "0"
     if ms >= 1000:
         return f"{ms / 1000:g} s"
     return f"{ms:g} ms" if ms >= 0.099 else f"{round(ms * 1000, 1):g} µs"

@@ -76,6 +76,7 @@ def gpu_suite(dtype: str) -> list[Job]:
     return [
         *(Job(case, ("longspan",)) for case in (base, middle, long)),
         Job(replace(base, tokens=512, batch=64), ("longspan", "roberta")),
+        *(Job(case, ("longspan-lean",), ("forward+backward",)) for case in (long, middle, base)),
         Job(base, ("longspan-patch", *RIVALS)),
         Job(
             replace(long, tokens=1_048_576, checkpointing=True),

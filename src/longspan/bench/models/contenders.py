@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 from longspan.bench.benchmark import Contenders, Workload
@@ -65,11 +66,22 @@ def _make(config: Any, case: ModelCase, device: torch.device, **options: Any) ->
     return model.train()  # without dropout this only lets checkpointing happen
 
 
-def _compile(parts: Iterable[nn.Module], device: torch.device, *, fullgraph: bool = False) -> None:
-    """Compile each part on a GPU. Layers are alike, so the first one's graph serves them all."""
+def _compile(
+    parts: Iterable[nn.Module],
+    device: torch.device,
+    *,
+    fullgraph: bool = False,
+    budget: float = 1.0,
+) -> None:
+    """Compile each part on a GPU. Layers are alike, so the first one's graph serves them all.
+
+    `budget` is the share of the activations that may be kept for the backward pass; torch chooses
+    which of the others are cheapest to compute again.
+    """
     if device.type != "cuda":
         return
     torch.compiler.reset()  # graphs of earlier cases would count towards dynamo's limit
+    torch._functorch.config.activation_memory_budget = budget  # read when a graph is first run
     for part in parts:
         part.compile(fullgraph=fullgraph, dynamic=False)
 
@@ -83,18 +95,17 @@ def _workload(case: ModelCase, model: nn.Module, forward: Callable[[], Tensor]) 
     return Workload(forward, weights, output, resident)
 
 
-def _ours(case: ModelCase, device: torch.device) -> nn.Module:
+def _ours(case: ModelCase, device: torch.device, budget: float = 1.0) -> nn.Module:
     from longspan.models import LongspanConfig
 
     config = LongspanConfig(**_sizes(case), attention={"window": case.window})
     model: Any = _make(config, case, device, add_pooling_layer=False)
-    _compile([model.embeddings, *model.layers], device, fullgraph=True)
+    _compile([model.embeddings, *model.layers], device, fullgraph=True, budget=budget)
     return model
 
 
-@contender("longspan", "longspan")
-def _longspan(case: ModelCase, device: torch.device) -> Workload:
-    model, batch = _ours(case, device), _batch(case, device)
+def _our_workload(case: ModelCase, model: nn.Module, device: torch.device) -> Workload:
+    batch = _batch(case, device)
 
     def forward() -> Tensor:
         return model(
@@ -105,6 +116,16 @@ def _longspan(case: ModelCase, device: torch.device) -> Workload:
         ).last_hidden_state
 
     return _workload(case, model, forward)
+
+
+@contender("longspan", "longspan")
+def _longspan(case: ModelCase, device: torch.device) -> Workload:
+    return _our_workload(case, _ours(case, device), device)
+
+
+@contender("longspan-lean", "longspan, recomputing", devices=("cuda",))
+def _longspan_lean(case: ModelCase, device: torch.device) -> Workload:
+    return _our_workload(case, _ours(case, device, budget=0.5), device)
 
 
 @contender("longspan-unpadded", "longspan, unpadded")
@@ -145,7 +166,7 @@ def _longformer_workload(case: ModelCase, model: nn.Module, device: torch.device
     return _workload(case, model, forward)
 
 
-@contender("longspan-patch", "transformers Longformer, patched")
+@contender("longspan-patch", "Longformer, patched")
 def _longspan_patch(case: ModelCase, device: torch.device) -> Workload:
     from longspan.hub.patch import patch
 

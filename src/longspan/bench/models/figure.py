@@ -19,6 +19,7 @@ from longspan.bench.store import Results
 
 COLOURS = {
     "longspan": "#0072B2",
+    "longspan-lean": "#332288",
     "longspan-patch": "#56B4E9",
     "longformer": "#D55E00",
     "modernbert": "#009E73",
