@@ -26,7 +26,8 @@ def peak_growth(build: Build, case: Case, kind: Pass, threads: int) -> float:
     if context.get_start_method() == "forkserver":
         preload = [__name__]
         if importlib.util.find_spec("transformers"):
-            preload.append("transformers.models.longformer.modeling_longformer")
+            # Ours first: what registers them would meet transformers half imported.
+            preload += ["longspan.models", "transformers.models.longformer.modeling_longformer"]
         context.set_forkserver_preload(preload)
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         return pool.submit(_measure, build, case, kind, threads).result()
