@@ -92,15 +92,17 @@ def cpu_suite(dtype: str) -> list[Job]:
     """Base size forward; a training step and an uneven batch on two of its layers."""
     base = ModelCase(tokens=4096, dtype=dtype)
     shallow = replace(base, layers=2)
-    everyone = ("longspan", "longspan-patch", *RIVALS)
+    longformers = ("longspan", "longspan-patch", "longformer")
     return [
-        Job(base, everyone, ("forward",)),
-        Job(replace(base, tokens=512, batch=4), ("longspan", *RIVALS), ("forward",)),
+        # Those of the target take turns among themselves, so that there is time for more rounds.
+        Job(base, longformers, ("forward",)),
         Job(
             replace(shallow, tokens=2048, batch=4, shortest=128), ("longspan", "longspan-unpadded")
         ),
-        Job(replace(base, tokens=2048), everyone, ("forward",)),
-        Job(shallow, everyone, ("forward+backward",)),
+        Job(replace(base, tokens=512, batch=4), ("longspan", *RIVALS), ("forward",)),
+        Job(replace(base, tokens=2048), ("longspan", *RIVALS), ("forward",)),
+        Job(base, ("roberta", "modernbert"), ("forward",)),
+        Job(shallow, longformers, ("forward+backward",)),
     ]
 
 
