@@ -111,7 +111,8 @@ class Settings:
 
     device: str
     threads: int
-    # CPU: contenders take turns, round by round, until `seconds` have passed or `rounds` are done.
+    # CPU: contenders take turns, round by round, until `seconds` have passed or `rounds` are done,
+    # but at least twice.
     rounds: int = 7
     seconds: float = 60.0
     # CUDA: milliseconds spent on warming up and on measuring, per point.

@@ -83,23 +83,23 @@ def plot_line(
     style: Any = "-",
     *,
     front: bool = False,
-) -> None:
-    """Points joined by a line, which ends in a cross where the first `failed` one would be."""
+) -> tuple[float, float]:
+    """Points joined by a line, up to a cross where the first `failed` one would be; its end."""
     x, y = zip(*line, strict=True)
     axes.plot(x, y, marker="o", color=colour, linestyle=style, zorder=3 if front else 2)
-    for end in failed[:1]:
-        guess = extrapolate(line, end)
-        axes.plot([x[-1], end], [y[-1], guess], ":", color=colour, linewidth=1)
-        axes.plot(end, guess, color=colour, **CROSS)
+    if not failed:
+        return line[-1]
+    end = failed[0], extrapolate(line, failed[0])
+    axes.plot([x[-1], end[0]], [y[-1], end[1]], ":", color=colour, linewidth=1)
+    axes.plot(*end, color=colour, **CROSS)
+    return end
 
 
-def name_end(
-    line: Sequence[tuple[float, float]], name: str, colour: str, *, bold: bool = False
-) -> End:
+def name_end(end: tuple[float, float], name: str, colour: str, *, bold: bool = False) -> End:
     """The name to be written at the end of a line."""
     if len(name) > 16:  # two short lines stay clear of axes and panels
         name = name.replace(" ", "\n", 1)
-    return End(*line[-1], name, colour, bold=bold)
+    return End(*end, name, colour, bold=bold)
 
 
 def memory_axis(axes: Axes) -> None:

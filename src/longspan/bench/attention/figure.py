@@ -93,9 +93,9 @@ def _panel(
             if not line:
                 continue
             failed = [c.tokens for c, p in points if p.error == OUT_OF_MEMORY]
-            drawing.plot_line(axes, line, failed, colour, drawing.STYLES[kind], front=ours)
+            end = drawing.plot_line(axes, line, failed, colour, drawing.STYLES[kind], front=ours)
             if kind == PASSES[-1]:
-                ends.append(drawing.name_end(line, CONTENDERS[name].label, colour, bold=ours))
+                ends.append(drawing.name_end(end, CONTENDERS[name].label, colour, bold=ours))
     axes.set_title(title)
     axes.set_xlabel("tokens")
     drawing.length_axis(axes, [case.tokens for case in cases])

@@ -30,7 +30,7 @@ def _cuda(results: Results) -> Iterator[Claim]:
     long = replace(base, tokens=65_536, batch=1)
     # Speed and memory are judged of one contender at a time: no picking the best of each.
     for name, targets in _SPEEDS.items():
-        label = "" if name == "longspan" else "recomputing, "
+        label = "" if name == "longspan" else "lean, "
         for (n, batch), (kind, target) in product(_SIZES, targets.items()):
             case = replace(base, tokens=n, batch=batch)
             ms = results.value(case, name, kind)

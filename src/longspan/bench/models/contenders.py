@@ -123,7 +123,7 @@ def _longspan(case: ModelCase, device: torch.device) -> Workload:
     return _our_workload(case, _ours(case, device), device)
 
 
-@contender("longspan-lean", "longspan, recomputing", devices=("cuda",))
+@contender("longspan-lean", "longspan, lean", devices=("cuda",))
 def _longspan_lean(case: ModelCase, device: torch.device) -> Workload:
     return _our_workload(case, _ours(case, device, budget=0.5), device)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedFormatter, FuncFormatter, LogLocator, NullLocator
 
 from longspan.bench import drawing
 from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Pass
@@ -74,7 +74,7 @@ def _figure(results: Results) -> Figure | None:
 
 def _size(case: ModelCase) -> ModelCase:
     """The model of a case, without its batch."""
-    return replace(case, tokens=0, batch=0, shortest=None, checkpointing=False)
+    return replace(case, tokens=0, batch=0, shortest=None)
 
 
 def _cases(results: Results, size: ModelCase | None, kind: Pass) -> list[ModelCase]:
@@ -91,30 +91,23 @@ def _length_panel(results: Results, cases: Sequence[ModelCase], kind: Pass, quan
         return None if ms is None else case.tokens_per_second(ms)
 
     def draw_on(axes: Axes) -> list[End]:
-        ends, crossed, hollow = [], False, False
+        ends, crossed = [], False
         for name, colour in COLOURS.items():
             ours = name == "longspan"
-            plain = [case for case in cases if not case.checkpointing]
-            line = [(case.tokens, y) for case in plain if (y := value(case, name)) is not None]
+            line = [(case.tokens, y) for case in cases if (y := value(case, name)) is not None]
             if not line:
                 continue
-            failed = [c.tokens for c in plain if _failed(results, c, name, kind)]
-            drawing.plot_line(axes, line, failed, colour, front=ours)
+            failed = [c.tokens for c in cases if _failed(results, c, name, kind)]
             crossed = crossed or bool(failed)
-            ends.append(drawing.name_end(line, CONTENDERS[name].label, colour, bold=ours))
-            for case in cases:
-                y = value(case, name)
-                if case.checkpointing and y is not None:
-                    hollow = True
-                    axes.plot(case.tokens, y, "o", color=colour, markerfacecolor="white", zorder=3)
-        axes.set_title(
-            f"Tokens per second, {_PASS_NAMES[kind]}"
-            if quantity == "speed"
-            else f"Peak memory, {_PASS_NAMES[kind]}"
-        )
-        axes.set_xlabel("tokens per document")
+            end = drawing.plot_line(axes, line, failed, colour, front=ours)
+            ends.append(drawing.name_end(end, CONTENDERS[name].label, colour, bold=ours))
+        what = "Tokens per second" if quantity == "speed" else "Peak memory"
+        axes.set_title(f"{what}, {_PASS_NAMES[kind]}")
+        axes.set_xlabel("tokens x documents")
         axes.set_yscale("log")
-        drawing.length_axis(axes, sorted({case.tokens for case in cases}))
+        drawing.length_axis(axes, [case.tokens for case in cases])
+        batches = [f"{drawing.count(case.tokens)} x {case.batch}" for case in cases]
+        axes.xaxis.set_major_formatter(FixedFormatter(batches))
         low, high = axes.get_ylim()
         axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
         if quantity == "memory":
@@ -124,7 +117,9 @@ def _length_panel(results: Results, cases: Sequence[ModelCase], kind: Pass, quan
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0, 3.0)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _amount(y)))
         axes.yaxis.set_minor_locator(NullLocator())
-        _legend(axes, crossed, hollow)
+        if crossed:
+            cross = Line2D([], [], color="#444444", linestyle="", **drawing.CROSS)
+            axes.legend([cross], ["out of memory"], frameon=False, loc="lower left")
         return ends
 
     return draw_on
@@ -133,21 +128,6 @@ def _length_panel(results: Results, cases: Sequence[ModelCase], kind: Pass, quan
 def _failed(results: Results, case: ModelCase, name: str, kind: Pass) -> bool:
     point = results.get(case, name, kind)
     return point is not None and point.error == OUT_OF_MEMORY
-
-
-def _legend(axes: Axes, crossed: bool, hollow: bool) -> None:
-    grey = "#444444"
-    handles = []
-    if crossed:
-        handles.append(
-            Line2D([], [], color=grey, linestyle="", label="out of memory", **drawing.CROSS)
-        )
-    if hollow:
-        handles.append(
-            Line2D([], [], color=grey, linestyle="", marker="o", mfc="white", label="checkpointing")
-        )
-    if handles:
-        axes.legend(handles=handles, frameon=False, loc="lower left")
 
 
 def _uneven_panel(results: Results, case: ModelCase) -> Panel:
