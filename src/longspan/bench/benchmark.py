@@ -118,8 +118,6 @@ class Settings:
     # CUDA: milliseconds spent on warming up and on measuring, per point.
     warmup_ms: int = 25
     rep_ms: int = 60
-    # CUDA: also replay the pass as a graph. What takes long hides the host that launches it.
-    capture: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

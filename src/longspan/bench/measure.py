@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from longspan.bench.benchmark import OUT_OF_MEMORY, Case, Contender, Pass, Point, Settings, Workload
 from longspan.bench.child import peak_growth
@@ -35,12 +34,9 @@ def _measure_cuda(
             workload.clear()
             mib = _cuda_growth(run) + workload.resident / 2**20
             workload.clear()
-            if settings.capture:
-                eager_ms = _cuda_ms(run, workload, settings)
-                replay = _capture(run, workload)
-                ms = eager_ms if replay is None else _cuda_ms(replay, workload, settings)
-            else:
-                ms, eager_ms = _launched_ms(run, workload, settings), None
+            eager_ms = _cuda_ms(run, workload, settings)
+            replay = _capture(run, workload)
+            ms = eager_ms if replay is None else _cuda_ms(replay, workload, settings)
             yield Point(case, name, kind, ms=ms, mib=mib, eager_ms=eager_ms)
         except Exception as error:
             yield Point(case, name, kind, error=_reason(error))
@@ -62,12 +58,6 @@ def _cuda_ms(run: Any, workload: Workload, settings: Settings) -> float:
         return_mode="median",
     )
     return ms
-
-
-def _launched_ms(run: Any, workload: Workload, settings: Settings) -> float:
-    """By the host's clock, from an idle device to an idle device: what a caller waits."""
-    timer = Timer("clear(); run()", globals={"clear": workload.clear, "run": run})
-    return 1e3 * timer.blocked_autorange(min_run_time=settings.rep_ms / 1e3).median
 
 
 class _Replay:

@@ -13,8 +13,8 @@ BENCHMARK = Benchmark(
     contenders=CONTENDERS,
     suite=suite,
     # A pass takes 10 ms to 3 s on a GPU and 10 to 60 s on a CPU.
-    settings={"rounds": 5, "seconds": 60.0, "rep_ms": 500, "capture": False},
-    quick_settings={"rounds": 3, "seconds": 3.0, "rep_ms": 50, "capture": False},
+    settings={"rounds": 5, "seconds": 60.0, "rep_ms": 500},
+    quick_settings={"rounds": 3, "seconds": 3.0, "rep_ms": 50},
     source=(
         "ops",
         "layers",

@@ -125,7 +125,7 @@ def _longspan(case: ModelCase, device: torch.device) -> Workload:
 
 @contender("longspan-lean", "longspan, lean", devices=("cuda",))
 def _longspan_lean(case: ModelCase, device: torch.device) -> Workload:
-    return _our_workload(case, _ours(case, device, budget=0.5), device)
+    return _our_workload(case, _ours(case, device, budget=0.6), device)
 
 
 @contender("longspan-unpadded", "longspan, unpadded")
