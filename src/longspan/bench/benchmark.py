@@ -46,13 +46,15 @@ class Workload:
     """`forward()` is what is timed; `leaves` are the tensors that gradients are wanted for.
 
     `output` is shaped like what forward returns. `resident` bytes are there before the pass and
-    count as its memory all the same: the weights of a model.
+    count as its memory all the same: the weights of a model. One that `waits` for the device
+    cannot be captured as a CUDA graph, and trying it would leave torch's generator unusable.
     """
 
     forward: Callable[[], Tensor]
     leaves: list[Tensor]
     output: Tensor
     resident: int = 0
+    waits: bool = False
 
     def ready(self, kind: Pass) -> Callable[[], object]:
         """The pass to be timed. It allocates nothing but what the pass itself needs."""
@@ -81,16 +83,22 @@ class Contender:
     label: str
     build: Build
     devices: tuple[str, ...] = ("cpu", "cuda")
+    compiles: bool = False  # programs for a GPU, anew for each case; that takes seconds
 
 
 class Contenders(dict[str, Contender]):
     """A registry, filled by decorating builders."""
 
     def register(
-        self, name: str, label: str, devices: tuple[str, ...] = ("cpu", "cuda")
+        self,
+        name: str,
+        label: str,
+        devices: tuple[str, ...] = ("cpu", "cuda"),
+        *,
+        compiles: bool = False,
     ) -> Callable[[Build], Build]:
         def register(build: Build) -> Build:
-            self[name] = Contender(name, label, build, devices)
+            self[name] = Contender(name, label, build, devices, compiles)
             return build
 
         return register

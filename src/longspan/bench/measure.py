@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from longspan.bench.benchmark import OUT_OF_MEMORY, Case, Contender, Pass, Point, Settings, Workload
+from longspan.bench.benchmark import (
+    OUT_OF_MEMORY,
+    Build,
+    Case,
+    Contender,
+    Pass,
+    Point,
+    Settings,
+    Workload,
+)
 from longspan.bench.child import peak_growth
 
 
@@ -35,7 +44,7 @@ def _measure_cuda(
             mib = _cuda_growth(run) + workload.resident / 2**20
             workload.clear()
             eager_ms = _cuda_ms(run, workload, settings)
-            replay = _capture(run, workload)
+            replay = None if workload.waits else _capture(run, workload)
             ms = eager_ms if replay is None else _cuda_ms(replay, workload, settings)
             yield Point(case, name, kind, ms=ms, mib=mib, eager_ms=eager_ms)
         except Exception as error:
@@ -71,7 +80,7 @@ class _Replay:
 
 
 def _capture(run: Any, workload: Workload) -> _Replay | None:
-    """The pass as a CUDA graph, or None if it waits for the device and so cannot be one."""
+    """The pass as a CUDA graph, or None if it turns out that it cannot be one."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -88,6 +97,9 @@ def _capture(run: Any, workload: Workload) -> _Replay | None:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         torch.cuda.synchronize()
+        # Its state still believes in the capture and would refuse to draw another number.
+        fresh = torch.Generator("cuda").manual_seed(0)
+        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
         return None
     return _Replay(graph)
 
@@ -154,3 +166,12 @@ def _reason(error: Exception) -> str:
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def compile_ahead(case: Case, kind: Pass, build: Build) -> None:
+    """In a process of its own: leave what has to be compiled for a point in the caches on disk."""
+    try:
+        build(case, torch.device("cuda")).ready(kind)()
+        torch.cuda.synchronize()
+    except Exception:
+        return  # measuring will meet it again, and report it

@@ -45,7 +45,7 @@ def _backend(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "blocked"
 
 
-@contender("longspan", "longspan")
+@contender("longspan", "longspan", compiles=True)
 def _longspan(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.ops.window import visibility, window_attention
 
@@ -67,7 +67,7 @@ def _longspan(case: AttentionCase, device: torch.device) -> Workload:
     return Workload(forward, [q, k, v], q)
 
 
-@contender("longspan-unprepared", "longspan, unprepared")
+@contender("longspan-unprepared", "longspan, unprepared", compiles=True)
 def _longspan_unprepared(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.ops.window import window_attention
 
@@ -122,7 +122,7 @@ def _block_mask(case: AttentionCase, device: torch.device) -> BlockMask:
         return create_block_mask(mask_mod, None, None, n, n, device=device, _compile=True)
 
 
-@contender("flex", "FlexAttention", devices=("cuda",))
+@contender("flex", "FlexAttention", devices=("cuda",), compiles=True)
 def _flex(case: AttentionCase, device: torch.device) -> Workload:
     if case.dilation != 1:
         raise ValueError("the FlexAttention contender has no dilation")
@@ -154,7 +154,7 @@ def _layer_workload(layer: nn.Module, hidden: Tensor, forward: Callable[[], Tens
     return Workload(forward, [hidden, *layer.parameters()], hidden)
 
 
-@contender("longspan-layer", "longspan")
+@contender("longspan-layer", "longspan", compiles=True)
 def _longspan_layer(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.layers.window import WindowAttention
     from longspan.ops import global_positions, visibility
@@ -195,7 +195,9 @@ def _longformer_layer(case: AttentionCase, device: torch.device) -> Workload:
         "is_index_global_attn": is_global,
         "is_global_attn": case.globals > 0,
     }
-    return _layer_workload(layer, hidden, lambda: layer(hidden, **arguments)[0])
+    workload = _layer_workload(layer, hidden, lambda: layer(hidden, **arguments)[0])
+    workload.waits = case.globals > 0  # it asks the device where they are
+    return workload
 
 
 class _DenseLayer(nn.Module):

@@ -86,13 +86,16 @@ def _compile(
         part.compile(fullgraph=fullgraph, dynamic=False)
 
 
-def _workload(case: ModelCase, model: nn.Module, forward: Callable[[], Tensor]) -> Workload:
+def _workload(
+    case: ModelCase, model: nn.Module, forward: Callable[[], Tensor], *, waits: bool = False
+) -> Workload:
     weights: list[Tensor] = list(model.parameters())
     resident = sum(weight.numel() * weight.element_size() for weight in weights)
     shape = (case.batch, case.tokens, case.hidden)
     # Its shape is all that is used of it, so it takes no memory.
     output = weights[0].detach().flatten()[0].expand(shape)
-    return Workload(forward, weights, output, resident)
+    # Checkpointing looks at the generator's state, which waits for the device.
+    return Workload(forward, weights, output, resident, waits or case.checkpointing)
 
 
 def _ours(case: ModelCase, device: torch.device, budget: float = 1.0) -> nn.Module:
@@ -145,7 +148,7 @@ def _longspan_unpadded(case: ModelCase, device: torch.device) -> Workload:
         ).last_hidden_state
         return pad(packing, hidden)
 
-    return _workload(case, model, forward)
+    return _workload(case, model, forward, waits=True)
 
 
 def _their_longformer(case: ModelCase, device: torch.device) -> nn.Module:
@@ -163,7 +166,7 @@ def _longformer_workload(case: ModelCase, model: nn.Module, device: torch.device
             batch.ids, attention_mask=batch.mask, global_attention_mask=batch.global_mask
         ).last_hidden_state
 
-    return _workload(case, model, forward)
+    return _workload(case, model, forward, waits=True)
 
 
 @contender("longspan-patch", "Longformer, patched")
@@ -214,5 +217,8 @@ def _modernbert(case: ModelCase, device: torch.device) -> Workload:
     _compile([model.embeddings, *model.layers], device)
     batch = _batch(case, device)
     return _workload(
-        case, model, lambda: model(batch.ids, attention_mask=batch.mask).last_hidden_state
+        case,
+        model,
+        lambda: model(batch.ids, attention_mask=batch.mask).last_hidden_state,
+        waits=True,
     )
