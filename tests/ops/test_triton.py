@@ -78,6 +78,22 @@ def test_every_head_size(case, dtype, device):
     assert_within_budget(case, "triton", dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [t for t in DTYPES if t.itemsize == 2], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_the_copy_engine_fetches_the_same(head_dim, dtype, device, monkeypatch):
+    """Small calls do not use it on a GPU, so here it is switched on and off by hand."""
+    from longspan.ops.window import triton
+
+    case = Case(2, 150, 2, 1, head_dim, (70, 20), (1, 1), "right", global_share=0.03)
+    given = []
+    for heavy in (False, True):
+        monkeypatch.setattr(triton, "_heavy", lambda *call, heavy=heavy: heavy)
+        given.append(run(case, "triton", dtype, device))
+    for plain, bulk in zip(*given, strict=True):
+        torch.testing.assert_close(bulk, plain, rtol=2e-2, atol=2e-2)
+    assert_within_budget(case, "triton", dtype, device)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs the parallel hardware to be a test")
 @pytest.mark.parametrize("share", [None, 0.01, 0.5])
 def test_results_do_not_depend_on_the_run(share, device):

@@ -83,22 +83,16 @@ class Contender:
     label: str
     build: Build
     devices: tuple[str, ...] = ("cpu", "cuda")
-    compiles: bool = False  # programs for a GPU, anew for each case; that takes seconds
 
 
 class Contenders(dict[str, Contender]):
     """A registry, filled by decorating builders."""
 
     def register(
-        self,
-        name: str,
-        label: str,
-        devices: tuple[str, ...] = ("cpu", "cuda"),
-        *,
-        compiles: bool = False,
+        self, name: str, label: str, devices: tuple[str, ...] = ("cpu", "cuda")
     ) -> Callable[[Build], Build]:
         def register(build: Build) -> Build:
-            self[name] = Contender(name, label, build, devices, compiles)
+            self[name] = Contender(name, label, build, devices)
             return build
 
         return register

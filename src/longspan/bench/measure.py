@@ -11,7 +11,6 @@ import torch
 
 from longspan.bench.benchmark import (
     OUT_OF_MEMORY,
-    Build,
     Case,
     Contender,
     Pass,
@@ -166,12 +165,3 @@ def _reason(error: Exception) -> str:
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
-
-
-def compile_ahead(case: Case, kind: Pass, build: Build) -> None:
-    """In a process of its own: leave what has to be compiled for a point in the caches on disk."""
-    try:
-        build(case, torch.device("cuda")).ready(kind)()
-        torch.cuda.synchronize()
-    except Exception:
-        return  # measuring will meet it again, and report it

@@ -1,9 +1,6 @@
 """Carry out a suite: measure what is missing, save after every point."""
 
-import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from longspan import machine
-from longspan.bench.benchmark import Benchmark, Build, Case, Contender, Job, Pass, Point, Settings
-from longspan.bench.measure import compile_ahead, measure
+from longspan.bench.benchmark import Benchmark, Case, Contender, Job, Pass, Point, Settings
+from longspan.bench.measure import measure
 from longspan.bench.store import Results, resume
 
 
@@ -48,8 +45,6 @@ def run(
     total = sum(len(contenders) for _, _, contenders in groups)
     if results.points:
         console.print(f"{len(results.points)} points measured before, {total} to go")
-    if settings.device == "cuda":
-        _compile_ahead(groups, console)
     with _progress(console, total) as advance:
         for case, kind, contenders in groups:
             advance.announce(f"{case}, {kind}")
@@ -58,31 +53,6 @@ def run(
                 results.save(path)
                 advance(point)
     return results
-
-
-def _compile_ahead(groups: Sequence[tuple[Case, Pass, list[Contender]]], console: Console) -> None:
-    """Compile for all points at once, in as many processes as there are cores, before anything is
-    timed: one after the other takes several times as long as measuring does."""
-    work: list[tuple[Case, Pass, Build]] = [
-        (case, kind, contender.build)
-        for case, kind, contenders in groups
-        for contender in contenders
-        if contender.compiles
-    ]
-    if not work:
-        return
-    workers = max(1, min(len(work), (os.cpu_count() or 1) - 1))
-    console.print(f"compiling for {len(work)} points in {workers} processes", highlight=False)
-    # Not forked: a process that has talked to the GPU cannot hand that on. One thread each.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_core) as pool:
-        for done in [pool.submit(compile_ahead, *each) for each in work]:
-            done.result()
-
-
-def _one_core() -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    torch.set_num_threads(1)
 
 
 def _groups(

@@ -45,7 +45,7 @@ def _backend(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "blocked"
 
 
-@contender("longspan", "longspan", compiles=True)
+@contender("longspan", "longspan")
 def _longspan(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.ops.window import visibility, window_attention
 
@@ -67,7 +67,7 @@ def _longspan(case: AttentionCase, device: torch.device) -> Workload:
     return Workload(forward, [q, k, v], q)
 
 
-@contender("longspan-unprepared", "longspan, unprepared", compiles=True)
+@contender("longspan-unprepared", "longspan, unprepared")
 def _longspan_unprepared(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.ops.window import window_attention
 
@@ -88,6 +88,9 @@ def _longspan_unprepared(case: AttentionCase, device: torch.device) -> Workload:
     return Workload(forward, [q, k, v], q)
 
 
+_BLOCK = 128  # FlexAttention's own default
+
+
 @cache
 def _compiled_flex() -> Callable[..., Any]:
     import torch._dynamo
@@ -100,11 +103,11 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _block_mask(case: AttentionCase, device: torch.device) -> BlockMask:
-    import warnings
+    """What `create_block_mask` makes of the pattern, but worked out block by block: that function
+    looks at all n x n pairs, and to spare their memory has to be compiled for each length."""
+    from torch.nn.attention.flex_attention import BlockMask
 
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    half, first = case.window // 2, case.globals
+    half, first, n = case.window // 2, case.globals, case.tokens
 
     def band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).abs() <= half
@@ -114,15 +117,34 @@ def _block_mask(case: AttentionCase, device: torch.device) -> BlockMask:
         # what we are given, would cost it more.
         return ((i - j).abs() <= half) | (i < first) | (j < first)
 
-    n = case.tokens
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # recent versions announce another spelling of _compile
-        # Uncompiled, this needs n x n memory: 512 GiB at 262,144 tokens.
-        mask_mod = band if first == 0 else band_or_global
-        return create_block_mask(mask_mod, None, None, n, n, device=device, _compile=True)
+    begin = torch.arange(0, n, _BLOCK, device=device)
+    end = (begin + _BLOCK - 1).clamp(max=n - 1)
+    nearest = (begin[:, None] - end[None, :]).clamp(min=0) + (begin[None, :] - end[:, None]).clamp(
+        min=0
+    )
+    farthest = torch.maximum(end[:, None] - begin[None, :], end[None, :] - begin[:, None])
+    inside = end < first
+    some = (nearest <= half) | (begin < first)[:, None] | (begin < first)[None, :]
+    # A ragged last block is never whole: its kernel has to mask what lies beyond the end.
+    ragged = (end - begin + 1) < _BLOCK
+    whole = (farthest <= half) | inside[:, None] | inside[None, :]
+    whole = whole & ~ragged[:, None] & ~ragged[None, :]
+
+    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks each row has, and which; those it has not stand behind."""
+        order = chosen.int().argsort(dim=1, descending=True, stable=True)
+        return chosen.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *lists(some & ~whole),
+        *lists(whole),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=band_or_global if first else band,
+        seq_lengths=(n, n),
+    )
 
 
-@contender("flex", "FlexAttention", devices=("cuda",), compiles=True)
+@contender("flex", "FlexAttention", devices=("cuda",))
 def _flex(case: AttentionCase, device: torch.device) -> Workload:
     if case.dilation != 1:
         raise ValueError("the FlexAttention contender has no dilation")
@@ -154,7 +176,7 @@ def _layer_workload(layer: nn.Module, hidden: Tensor, forward: Callable[[], Tens
     return Workload(forward, [hidden, *layer.parameters()], hidden)
 
 
-@contender("longspan-layer", "longspan", compiles=True)
+@contender("longspan-layer", "longspan")
 def _longspan_layer(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.layers.window import WindowAttention
     from longspan.ops import global_positions, visibility
