@@ -73,7 +73,7 @@ def test_tables_show_tokens_per_second_and_failures() -> None:
     show(steady_results(), console)
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
-    assert "2,000" in text
+    assert "2,000,000" in text
     assert "no memory" in text
     assert ">= 1.8M" in text
     assert "<= 14 GB" in text

@@ -1,5 +1,6 @@
 """The figure of whole models, drawn from a results file alone."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +9,13 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import (
+    FixedFormatter,
+    FuncFormatter,
+    LogLocator,
+    MultipleLocator,
+    NullLocator,
+)
 
 from longspan.bench import drawing
 from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Pass
@@ -52,10 +59,10 @@ def _figure(results: Results) -> Figure | None:
             panels.append(_length_panel(results, chosen, kind, "memory"))
             break
     uneven = {case: None for case, name, _ in results.points if name == "longspan-unpadded"}
-    panels += [_uneven_panel(results, case) for case in uneven]
+    panels += [_uneven_panel(results, case, size) for case in uneven]
     if not panels:
         return None
-    columns = 2
+    columns = 3 if len(panels) == 3 else 2
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.8 * columns, 3.5 * rows))
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(len(panels))]
@@ -104,19 +111,10 @@ def _length_panel(results: Results, cases: Sequence[ModelCase], kind: Pass, quan
         what = "Tokens per second" if quantity == "speed" else "Peak memory"
         axes.set_title(f"{what}, {_PASS_NAMES[kind]}")
         axes.set_xlabel("tokens x documents")
-        axes.set_yscale("log")
+        _value_axis(axes, quantity)
         drawing.length_axis(axes, [case.tokens for case in cases])
         batches = [f"{drawing.count(case.tokens)} x {case.batch}" for case in cases]
         axes.xaxis.set_major_formatter(FixedFormatter(batches))
-        low, high = axes.get_ylim()
-        axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
-        if quantity == "memory":
-            drawing.memory_axis(axes)
-        else:
-            few = high / low < 30
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0, 3.0)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _amount(y)))
-        axes.yaxis.set_minor_locator(NullLocator())
         if crossed:
             cross = Line2D([], [], color="#444444", linestyle="", **drawing.CROSS)
             axes.legend([cross], ["out of memory"], frameon=False, loc="lower left")
@@ -125,12 +123,32 @@ def _length_panel(results: Results, cases: Sequence[ModelCase], kind: Pass, quan
     return draw_on
 
 
+def _value_axis(axes: Axes, quantity: str) -> None:
+    low, high = axes.get_ylim()
+    if quantity == "memory" and low > 0 and high < 4 * low:
+        # Powers of two would leave a single tick; from zero, lengths can be compared.
+        axes.set_ylim(0, high * 1.1)
+        axes.yaxis.set_major_locator(MultipleLocator(2.0 ** round(math.log2(high / 4))))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: drawing.memory(y)))
+        return
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
+    if quantity == "memory":
+        drawing.memory_axis(axes)
+    else:
+        few = high / low < 30
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0, 3.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _amount(y)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def _failed(results: Results, case: ModelCase, name: str, kind: Pass) -> bool:
     point = results.get(case, name, kind)
     return point is not None and point.error == OUT_OF_MEMORY
 
 
-def _uneven_panel(results: Results, case: ModelCase) -> Panel:
+def _uneven_panel(results: Results, case: ModelCase, size: ModelCase | None) -> Panel:
     """Time of the batch padded and unpadded, and what it would be in proportion to its tokens."""
 
     def draw_on(axes: Axes) -> list[End]:
@@ -153,7 +171,8 @@ def _uneven_panel(results: Results, case: ModelCase) -> Panel:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: drawing.duration(x)))
-        axes.set_title(f"{case.batch} documents of uneven length")
+        of_size = "" if size is None or case.layers == size.layers else f", {case.layers} layers"
+        axes.set_title(f"{case.batch} documents of uneven length{of_size}")
         axes.set_xlabel(
             f"{case.shortest:,} to {case.tokens:,} tokens, {share:.0%} of the padded batch is text"
         )

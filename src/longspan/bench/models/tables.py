@@ -23,7 +23,7 @@ def tables(results: Results) -> Iterator[Table]:
     table.add_column("tokens x documents")
     table.add_column("contender")
     for kind in ("forward", "step"):
-        for unit in ("k tokens/s", "ours over it", "GiB"):
+        for unit in ("tokens/s", "ours over it", "GiB"):
             table.add_column(f"{kind}\n{unit}", justify="right")
     for case in cases:
         names = [n for n in CONTENDERS if any((case, n, kind) in results.points for kind in PASSES)]
@@ -41,11 +41,7 @@ def _cells(results: Results, case: ModelCase, name: str, kind: Pass) -> list[str
         return ["", "", ""]
     if point.ms is None or point.mib is None:
         return [refusal(point), "", ""]
-    thousands = case.tokens_per_second(point.ms) / 1e3
+    speed = float(f"{case.tokens_per_second(point.ms):.3g}")
     speedup = None if name == "longspan" else results.speedup(case, "longspan", name, kind)
     factor = "" if speedup is None else f"{speedup:.2f}x"
-    return [
-        f"{thousands:,.0f}" if thousands >= 100 else f"{thousands:.3g}",
-        factor,
-        f"{point.mib / 1024:.3g}",
-    ]
+    return [f"{speed:,.0f}", factor, f"{point.mib / 1024:.3g}"]
