@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from models.small import VOCAB, batch, short_sizes, spread
+from models.small import MODERN, VOCAB, batch, short_sizes, spread
 
 from longspan import LongspanConfig, LongspanModel, pad, unpad
 
@@ -27,10 +27,18 @@ def test_global_projections_start_as_copies():
     assert model.embeddings.words.weight.std() < 0.03
 
 
-@pytest.mark.parametrize("position", ["learned", "sinusoidal"])
-@pytest.mark.parametrize("offset", [0, 2])
-def test_packed_is_separate(position, offset):
-    model = encoder(position=position, position_offset=offset)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position": "learned", "position_offset": 0},
+        {"position": "learned", "position_offset": 2},
+        {"position": "sinusoidal"},
+        MODERN,
+    ],
+    ids=["bert", "roberta", "sinusoidal", "modern"],
+)
+def test_packed_is_separate(changes):
+    model = encoder(**changes)
     lengths = [9, 30, 1, 17]
     rows = [ids(1, length) for length in lengths]
     chosen = [torch.zeros_like(row) for row in rows]
@@ -49,7 +57,7 @@ def test_packed_is_separate(position, offset):
 
 def test_unpadded_is_padded():
     """Outputs and gradients."""
-    model, given = encoder(), batch("Model", lengths=(37, 0, 20))
+    model, given = encoder(), batch("Model", lengths=(37, 1, 20))
     weight = torch.randn(3, 37, 24) * given["attention_mask"][..., None]
     found = []
     for packed in (False, True):
@@ -57,7 +65,7 @@ def test_unpadded_is_padded():
             packing, (tokens, chosen) = unpad(
                 given["attention_mask"], given["input_ids"], given["global_attention_mask"]
             )
-            assert tokens.shape == (1, 57)
+            assert tokens.shape == (1, 58)
             output = model(tokens, global_attention_mask=chosen, cu_seqlens=packing.cu_seqlens)
             hidden = pad(packing, output.last_hidden_state)
         else:
@@ -91,11 +99,17 @@ def test_more_padding_changes_nothing():
     torch.testing.assert_close(one[real], other[:, :37][real], rtol=0, atol=1e-6)
 
 
-def test_a_row_of_padding_is_finite():
+def test_a_row_of_padding_is_refused_and_else_finite():
+    """Where values cannot be looked at, in a graph or on a GPU, it gives nothing but zeros."""
     mask = torch.ones(2, 10).long()
     mask[1] = 0
-    model = encoder()
-    output = model(ids(2, 10), mask, global_attention_mask=torch.ones_like(mask))
+    model = encoder(max_global_tokens=10)
+    with pytest.raises(ValueError, match=r"rows \[1\] are padding alone; leave them out"):
+        model(ids(2, 10), mask)
+    with pytest.raises(ValueError, match=r"documents \[1\] have no token"):
+        model(ids(1, 10), cu_seqlens=torch.tensor([0, 4, 4, 10]))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = compiled(ids(2, 10), mask, global_attention_mask=torch.ones_like(mask))
     output.last_hidden_state.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     assert output.last_hidden_state.isfinite().all()

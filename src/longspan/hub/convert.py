@@ -26,9 +26,12 @@ def convert(
 
     A Longformer comes over as it is, windows included. BERT, RoBERTa, XLM-R, CamemBERT,
     DistilBERT and ELECTRA become long: each token sees `window` tokens around it, the learned
-    positions are repeated, the projections of global tokens start as copies. On documents of up
-    to window // 2 + 1 tokens the result computes what the source does; longer ones are best
-    preceded by some finetuning.
+    positions are repeated, the projections of global tokens start as copies. ModernBERT keeps the
+    windows of its local layers, and those that saw everything get `window`; its positions are
+    rotary, so there is nothing to repeat, and global tokens share the projections of all others
+    (`WindowAttention` says why). On documents of up to window // 2 + 1 tokens the result computes
+    what the source does; longer ones are best preceded by some finetuning. A window of twice the
+    trained length keeps full attention as it was, at its quadratic cost.
 
     Args:
         source: a transformers model, a folder or the name of a model on the hub. Weights are read
@@ -56,7 +59,7 @@ def convert(
             | _head_settings(family, head, config)
             | _labels(config)
             | {
-                "attention": _attention(family, config, window),
+                "attention": family.attention(config, window),
                 "max_position_embeddings": settings["position_offset"] + length,
                 "pooler": getattr(model, "pooler", None) is not None,
                 "tie_word_embeddings": config.tie_word_embeddings,
@@ -68,8 +71,9 @@ def convert(
     layers = settings["num_hidden_layers"]
     table = modules(family, layers, head, "" if bare else family.prefix)
     weights = _gather(ours.state_dict().keys(), table, model.state_dict())
-    positions = next(name for name in weights if name.endswith("embeddings.positions.weight"))
-    weights[positions] = tile_positions(weights[positions], settings["position_offset"], length)
+    for name in weights:
+        if name.endswith("embeddings.positions.weight"):
+            weights[name] = tile_positions(weights[name], settings["position_offset"], length)
     _finish(ours, weights, model)
     return ours
 
@@ -78,8 +82,8 @@ def to_transformers(model: LongspanPreTrainedModel) -> PreTrainedModel:
     """A stock transformers Longformer with the weights of `model` and equal outputs.
 
     Padding has to stand behind the text: Longformer never counts it, a model made from BERT does.
-    What a Longformer cannot express is refused: dilation, one-sided windows, embeddings of
-    another size than the hidden states, other activations in the heads.
+    What a Longformer cannot express is refused: dilation, one-sided windows, rotary or sinusoidal
+    positions, embeddings of another size than the hidden states, blocks or heads built otherwise.
     """
     config, family = model.config, FAMILIES["longformer"]
     head = next((name for name, cls in HEADS.items() if type(model) is cls), None)
@@ -209,14 +213,6 @@ def _separator(source: str | Path) -> int | None:
     return None if invented else tokenizer.sep_token_id
 
 
-def _attention(family: Family, config: Any, window: int) -> Any:
-    if not family.long:
-        return {"window": window}
-    given = config.attention_window
-    windows = [given] * config.num_hidden_layers if isinstance(given, int) else given
-    return [{"window": one} for one in windows]
-
-
 def _head_settings(family: Family, head: str, config: Any) -> dict[str, Any]:
     """What a family does differently in one of its heads."""
     if head != "ForMultipleChoice":
@@ -249,11 +245,16 @@ def _labels(config: Any) -> dict[str, Any]:
 def _gather(
     wanted: Any, table: Mapping[str, tuple[str, ...]], theirs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Our weights, each joined from theirs."""
+    """Our weights, each joined from theirs; a bias that theirs do without is zero."""
     weights = {}
     for name in wanted:
         module, _, kind = name.rpartition(".")
-        weights[name] = torch.cat([theirs[f"{part}.{kind}"] for part in table[module]])
+        parts = table[module]
+        if kind == "bias" and f"{parts[0]}.bias" not in theirs:
+            rows = sum(theirs[f"{part}.weight"].shape[0] for part in parts)
+            weights[name] = theirs[f"{parts[0]}.weight"].new_zeros(rows)
+        else:
+            weights[name] = torch.cat([theirs[f"{part}.{kind}"] for part in parts])
     return weights
 
 
@@ -282,11 +283,16 @@ def _refuse_inexpressible(config: LongspanConfig, head: str) -> None:
             reasons.append(f"layer {index} has no symmetric window: {setting}")
         elif setting["window"] == 0:
             reasons.append(f"layer {index} has a window of 0")
+        if not setting.get("global_tokens", True):
+            reasons.append(f"layer {index} knows of no global tokens")
         dilation = setting.get("dilation", 1)
         if {dilation} != {1} if isinstance(dilation, int) else set(dilation) != {1}:
             reasons.append(f"layer {index} is dilated: {setting}")
     if config.position != "learned":
         reasons.append(f"its positions are {config.position}")
+    for name, fixed in (("norm_first", False), ("gated", False), ("bias", True)):
+        if getattr(config, name) is not fixed:
+            reasons.append(f"{name} is {getattr(config, name)}")
     if config.pad_token_id is None:
         reasons.append("it has no padding token, from whose id Longformer counts positions")
     if config.embedding_size != config.hidden_size:
@@ -296,6 +302,10 @@ def _refuse_inexpressible(config: LongspanConfig, head: str) -> None:
     by_document = head in ("ForSequenceClassification", "ForMultipleChoice")
     if by_document and config.classifier_act != "tanh":
         reasons.append(f"classifier_act is {config.classifier_act!r}, not 'tanh'")
+    if by_document and config.classifier_pooling != "first":
+        reasons.append(f"classifier_pooling is {config.classifier_pooling!r}, not 'first'")
+    if config.classifier_norm and head not in ("Model", "ForMaskedLM"):
+        reasons.append("its head begins with a layer and a norm")
     if reasons:
         raise ValueError("transformers' Longformer cannot express this: " + "; ".join(reasons))
 

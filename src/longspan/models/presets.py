@@ -5,16 +5,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.utils import logging
 
+from longspan.models.inputs import readable
 from longspan.ops.window import visibility
 
 logger = logging.get_logger(__name__)
 
 PRESETS = ("none", "first", "question", "candidates")
-
-
-def readable(tensor: Tensor) -> bool:
-    """Whether its values can be looked at: not in a graph, and not at the cost of a GPU's wait."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def choose_global(
