@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import transformers
 
+import longspan
+
 VOCAB, SEP = 60, 2
 HEADS = (
     "Model",
@@ -78,6 +80,14 @@ MODERN: dict[str, Any] = {
     "classifier_norm": True,
     "classifier_pooling": "mean",
 }
+
+
+def build(head, **changes):
+    """A model of ours."""
+    torch.manual_seed(0)
+    settings = {"max_position_embeddings": 66, "attention": {"window": 8}, "sep_token_id": SEP}
+    config = longspan.LongspanConfig(**short_sizes(**(settings | changes)))
+    return spread(getattr(longspan, f"Longspan{head}")(config))
 
 
 def batch(head, lengths=(37, 20), seed=0) -> dict[str, Any]:

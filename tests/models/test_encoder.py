@@ -133,31 +133,6 @@ def test_hidden_states_and_tuples():
     assert torch.equal(model(tokens, return_dict=False)[0], output.last_hidden_state)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients():
-    model, given = encoder().train(), batch("Model")
-    found = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        model(**given).last_hidden_state.square().sum().backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_compiles_without_a_graph_break():
-    model, given = encoder(), batch("Model")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    output = compiled(**given, max_global_tokens=12)
-    torch.testing.assert_close(output[0], model(**given)[0], rtol=0, atol=2e-5)
-    bounds = torch.tensor([0, 11, 30])
-    packed = compiled(ids(1, 30), cu_seqlens=bounds)
-    torch.testing.assert_close(packed[0], model(ids(1, 30), cu_seqlens=bounds)[0])
-    with pytest.raises(Exception, match="max_global_tokens"):
-        compiled(**given)
-
-
 def test_positions_are_extended():
     model, tokens = encoder(), ids(1, 100)
     with pytest.raises(ValueError, match=r"100 tokens.*positions for 64.*extend_positions\(100\)"):

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, LongformerConfig, PreTrainedModel
 
 from longspan.hub.families import FAMILIES, HEADS, Family, modules
 from longspan.layers.position import tile_positions
 from longspan.models import LongspanConfig, LongspanPreTrainedModel
+from longspan.models.loading import load_weights, refuse_missing
 
 # The paper went from 512 positions to 4,096.
 _TIMES = 8
@@ -172,29 +172,12 @@ def load(source: str | Path) -> PreTrainedModel:
     bare = f"{known.name}Model" if known else config.model_type
     name = (config.architectures or [bare])[0]
     _, head = _recognise(name, config)
-    try:
-        model, info = getattr(transformers, name).from_pretrained(
-            source, use_safetensors=True, output_loading_info=True
-        )
-    except OSError as error:
-        if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
-            found = [path.name for path in Path(source).glob("*.bin")] or "no weights"
-            raise ValueError(
-                f"{source} has no safetensors, but {found}. Pickled weights can run code when "
-                "they are loaded, so they never are: have their owner save them as safetensors"
-            ) from error
-        raise
-    except SafetensorError as error:
-        raise ValueError(f"the weights in {source} are damaged or cut off: {error}") from error
+    model, info = load_weights(getattr(transformers, name).from_pretrained, source)
     missing = set(info["missing_keys"])
     if head == "Model" and any(key.startswith("pooler.") for key in missing):
         model.pooler = None
         missing = {key for key in missing if not key.startswith("pooler.")}
-    if missing:
-        raise ValueError(
-            f"{source} calls itself {name}, but lacks {len(missing)} of its weights, among them "
-            f"{sorted(missing)[:4]}"
-        )
+    refuse_missing(source, name, missing)
     if info["unexpected_keys"]:
         left = sorted(info["unexpected_keys"])
         warnings.warn(f"{source}: {len(left)} weights are not used: {left[:8]}", stacklevel=3)

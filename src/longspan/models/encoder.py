@@ -22,6 +22,7 @@ from longspan.models.inputs import (
     check_tokens,
     check_types,
 )
+from longspan.models.loading import load_weights, refuse_missing
 from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
 from longspan.ops.window import Visibility, visibility
@@ -114,6 +115,31 @@ class LongspanPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class declares it)
     # Losses are means over the batch; Trainer scales them when it accumulates gradients.
     accepts_loss_kwargs = False
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """As in transformers, but for safetensors alone, and whole: a head may be new, and is then
+        named in a warning, but an encoder that lacks weights is refused."""
+        source = pretrained_model_name_or_path
+        if options.get("state_dict") is not None or source is None:
+            return super().from_pretrained(source, *arguments, **options)
+        if options.pop("use_safetensors", None) is False:
+            raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
+        tell = options.pop("output_loading_info", False)
+        model, info = load_weights(super().from_pretrained, source, *arguments, **options)
+        prefix = f"{cls.base_model_prefix}."
+        refuse_missing(
+            source,
+            cls.__name__,
+            (
+                name
+                for name in info["missing_keys"]
+                if (cls is LongspanModel or name.startswith(prefix)) and "pooler." not in name
+            ),
+        )
+        return (model, info) if tell else model
 
     def initialize_weights(self) -> None:
         """As transformers does it; then the global projections start as copies of the local."""
@@ -229,7 +255,7 @@ class LongspanModel(LongspanPreTrainedModel):
         check_types(self.config, token_type_ids)
         if global_mask is not None and tokens_mask is not None:
             global_mask = global_mask & tokens_mask
-        asked = max_global_tokens, output_attentions
+        asked = max_global_tokens, bool(output_attentions)
         seen, places = self._describe(given, tokens_mask, global_mask, cu_seqlens, *asked)
         if position_ids is None:
             check_length(self.config, given.shape[1], cu_seqlens)
@@ -243,14 +269,9 @@ class LongspanModel(LongspanPreTrainedModel):
         states, maps = (hidden,), ()
         for block in cast("list[Block]", self.layers):
             if output_attentions:
-                map_of = block.attention.map
-                mapped = map_of(
-                    block.attention_input(hidden),
-                    seen=seen,
-                    positions=places,
-                    position_ids=position_ids,
-                )
-                maps = (*maps, mapped)
+                given = block.attention_input(hidden)
+                described = {"seen": seen, "positions": places, "position_ids": position_ids}
+                maps = (*maps, block.attention.map(given, **described))
             if self.gradient_checkpointing and self.training:
                 hidden = self._gradient_checkpointing_func(block.__call__, hidden, *about)
             else:

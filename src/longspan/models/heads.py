@@ -23,7 +23,7 @@ from longspan.models.outputs import (
     LongspanSequenceClassifierOutput,
     LongspanTokenClassifierOutput,
 )
-from longspan.models.presets import choose_global
+from longspan.models.presets import choose_global, warn_if_none
 
 
 class Transform(nn.Module):
@@ -112,6 +112,8 @@ class _Head(LongspanPreTrainedModel):
                 cu_seqlens=cu_seqlens,
             )
             max_global_tokens = max_global_tokens if most is None else most
+        if self.preset != "none":
+            warn_if_none(type(self).__name__, global_attention_mask)
         return self.encoder(
             input_ids,
             global_attention_mask=global_attention_mask,
