@@ -3,6 +3,8 @@
 Our models need transformers, which takes seconds to import, and `import longspan` shall not wait
 for it. So they are imported (and thereby registered) right after transformers' own registry is:
 at once if that has happened already, else by a finder that waits for it and then steps aside.
+The base of all models may import the registry before it is whole itself: then the finder waits
+for it, too.
 """
 
 import importlib
@@ -15,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _REGISTRY = "transformers.models.auto.configuration_auto"
+_BASE = "transformers.modeling_utils"  # of every model
 
 
 def register_with_transformers() -> None:
@@ -34,21 +37,32 @@ def _register() -> None:
 
 
 class _AfterRegistry(MetaPathFinder):
-    """Finds nothing itself; it adds a step to how one module is loaded."""
+    """Finds nothing itself; it adds a step to how two modules are loaded."""
+
+    def __init__(self) -> None:
+        self.executing: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname not in (_REGISTRY, _BASE):
             return None
+        at = sys.meta_path.index(self)
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
+        sys.meta_path.insert(at, self)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                _register()
+                self.executing.add(fullname)
+                try:
+                    execute(module)
+                finally:
+                    self.executing.discard(fullname)
+                if _REGISTRY in sys.modules and not self.executing and self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _register()
 
             spec.loader.exec_module = execute_and_register
         return spec

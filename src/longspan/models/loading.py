@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
 
 def load_weights(
     load: Any, source: str | Path, *arguments: Any, **options: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> tuple[Any, dict[str, Any]]:
     """(model, loading info) from a `from_pretrained`, with its failures put in plain words."""
     options |= {"use_safetensors": True, "output_loading_info": True}
     try:
