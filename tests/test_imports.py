@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "registration": {"models"},
     "machine": set(),
     "doctor": {"machine", "ops"},
-    "bench": {"machine", "layers", "ops"},
+    "bench": {"machine", "hub", "models", "layers", "ops"},
     "cli": {"doctor", "bench", "hub"},
     "__init__": {"ops", "models", "hub", "registration"},
 }

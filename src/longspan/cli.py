@@ -107,30 +107,36 @@ def convert(
     console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
 
 
+# The options that the benchmarks share.
+_Quick = Annotated[
+    bool, typer.Option("--quick", help="A few small cases: about a minute, also on a CPU.")
+]
+_Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best one there is by default.")]
+_Dtype = Annotated[
+    str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")
+]
+_Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+_Only = Annotated[
+    list[str] | None, typer.Option(help="Only this contender; may be given several times.")
+]
+_Output = Annotated[
+    Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
+]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Measure everything again, do not resume.")]
+
+
 @bench_app.command()
 def attention(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few short lengths: under a minute, also on a CPU.")
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; the best one there is by default.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
     lengths: Annotated[
         str | None, typer.Option(help="Sequence lengths, e.g. 4096,16384; multiples of 512.")
     ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this contender; may be given several times.")
-    ] = None,
-    output: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
-    ] = Path("build/bench"),
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure everything again, do not resume.")
-    ] = False,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
 ) -> None:
     """Time and memory of window attention against its alternatives, forward and backward.
 
@@ -140,45 +146,78 @@ def attention(
     [bold]longspan bench attention --quick[/] takes less than a minute;
     [bold]longspan bench attention --only longspan --only sdpa[/] narrows the field.
     """
+    _bench("attention", quick, device, dtype, threads, lengths, only or [], output, fresh)
+
+
+@bench_app.command()
+def models(
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
+    lengths: Annotated[
+        str | None, typer.Option(help="Only cases of these lengths, e.g. 4096,65536.")
+    ] = None,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
+) -> None:
+    """Tokens per second and memory of whole encoders, forward and training.
+
+    longspan, a transformers Longformer before and after [bold]longspan.patch[/], RoBERTa and
+    ModernBERT with PyTorch's dense attention: base size, random weights, one global token where
+    there are any, compiled on a GPU where that works. A step is forward and backward to all
+    weights; the optimiser, which costs the same for every length, is no part of it.
+
+    Writes [bold]models-<device>.json[/] after every point, so an interrupted run goes on where
+    it stopped when started again the same way, then prints tables and draws figures from it.
+
+    [bold]longspan bench models --quick[/] tries it on a small model in a minute;
+    [bold]longspan bench models --only longspan --only roberta[/] narrows the field.
+    """
+    _bench("models", quick, device, dtype, threads, lengths, only or [], output, fresh)
+
+
+def _bench(
+    name: str,
+    quick: bool,
+    device: str | None,
+    dtype: str | None,
+    threads: int,
+    lengths: str | None,
+    only: list[str],
+    output: Path,
+    fresh: bool,
+) -> None:
     import torch
 
-    from longspan.bench.cases import suite
-    from longspan.bench.contenders import CONTENDERS
-    from longspan.bench.measure import Settings
+    from longspan.bench.benchmark import Settings, find
     from longspan.bench.run import run
 
+    benchmark = find(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     _check_choice("--dtype", dtype, ["bfloat16", "float16", "float32"])
-    jobs = suite(
-        device=device,
-        dtype=dtype,
-        quick=quick,
-        lengths=_parse_lengths(lengths),
-        only=_check_only(only or []),
+    for contender in only:
+        _check_choice("--only", contender, list(benchmark.contenders))
+    jobs = benchmark.jobs(
+        device=device, dtype=dtype, quick=quick, lengths=_parse_lengths(lengths), only=only
     )
-    if not any(device in CONTENDERS[name].devices for job in jobs for name in job.contenders):
-        there = sorted(
-            {
-                name
-                for job in suite(device=device, dtype=dtype, quick=quick)
-                for name in job.contenders
-                if device in CONTENDERS[name].devices
-            }
-        )
+    if not jobs:
+        everything = benchmark.jobs(device=device, dtype=dtype, quick=quick)
+        there = sorted({name for job in everything for name in job.contenders})
+        measured = sorted({job.case.tokens for job in everything})
         raise typer.BadParameter(
-            f"--only {', '.join(only or [])}: nothing to measure; this suite on {device} has "
-            f"{', '.join(there)}"
+            f"nothing to measure: this suite on {device} has {', '.join(there)}, "
+            f"at lengths {', '.join(map(str, measured))}"
         )
-    if quick:
-        settings = Settings(device, threads, rounds=3, seconds=1.5, rep_ms=30)
-    else:
-        settings = Settings(device, threads)
+    changed = benchmark.quick_settings if quick else benchmark.settings
+    settings = Settings(device, threads, **changed)
     console = _console()
-    path = output / f"attention-{device}.json"
+    path = output / f"{name}-{device}.json"
     try:
-        run(jobs, settings, path, console, fresh=fresh)
+        run(benchmark, jobs, settings, path, console, fresh=fresh)
     except KeyboardInterrupt:
         console.print(f"interrupted; what was measured is in {path}, the same command goes on")
         raise typer.Exit(130) from None
@@ -187,7 +226,7 @@ def attention(
 
 @bench_app.command()
 def report(
-    file: Annotated[Path, typer.Argument(help="An attention-<device>.json of an earlier run.")],
+    file: Annotated[Path, typer.Argument(help="The JSON file of an earlier run.")],
 ) -> None:
     """Print the tables of a results file again and redraw its figures beside it."""
     _report(file, _console())
@@ -200,8 +239,6 @@ def _console() -> Console:
 
 
 def _report(path: Path, console: Console) -> None:
-    from longspan.bench.claims import claims
-    from longspan.bench.figure import draw
     from longspan.bench.report import show
     from longspan.bench.store import load
 
@@ -211,9 +248,9 @@ def _report(path: Path, console: Console) -> None:
         raise typer.BadParameter(str(error)) from None
     if not results.points:
         raise typer.BadParameter(f"{path} holds no points yet")
-    show(results, claims(results), console)
+    show(results, console)
     console.print(f"from {path}", soft_wrap=True, highlight=False)
-    for figure in draw(results, path.with_suffix("")):
+    for figure in results.benchmark.draw(results, path.with_suffix("")):
         console.print(f"wrote {figure}", soft_wrap=True, highlight=False)
 
 
@@ -228,14 +265,6 @@ def _check_device(device: str) -> None:
     _check_choice("--device", device, ["cpu", "cuda"])
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: torch sees no CUDA device; see `longspan doctor`")
-
-
-def _check_only(only: list[str]) -> list[str]:
-    from longspan.bench.contenders import CONTENDERS
-
-    for name in only:
-        _check_choice("--only", name, list(CONTENDERS))
-    return only
 
 
 def _parse_lengths(lengths: str | None) -> list[int] | None:

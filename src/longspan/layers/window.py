@@ -12,7 +12,6 @@ from longspan.ops.rows import (
     global_attention,
     global_positions,
     global_weights,
-    put_rows,
     take_rows,
 )
 from longspan.ops.window import Visibility, window_attention
@@ -127,8 +126,14 @@ class WindowAttention(AttentionLayer):
         seen = self._own(seen)
         dropout_p = self.dropout if self.training else 0.0
         query, key, value = self._project(hidden, seen, position_ids)
-        separate = self.qkv_global is not None
-        out = window_attention(
+        rows = self.qkv_global is None
+        if not rows and seen.rank is not None:
+            if positions is None:
+                chosen = seen.is_global()
+                assert chosen is not None
+                positions = global_positions(chosen)
+            rows = (self._global_rows(hidden, seen, positions, dropout_p), positions)
+        return window_attention(
             query,
             key,
             value,
@@ -136,16 +141,9 @@ class WindowAttention(AttentionLayer):
             dilation=self.dilation,
             visibility=seen,
             dropout_p=dropout_p,
-            global_rows=not separate,
+            global_rows=rows,
             backend=self.backend,
         ).flatten(2)
-        if not separate or seen.rank is None:
-            return out
-        if positions is None:
-            chosen = seen.is_global()
-            assert chosen is not None
-            positions = global_positions(chosen)
-        return put_rows(out, self._global_rows(hidden, seen, positions, dropout_p), positions)
 
     @torch.no_grad()
     def map(
@@ -163,8 +161,7 @@ class WindowAttention(AttentionLayer):
         made = attention_map(
             query, key, window=self.window, dilation=self.dilation, seen=seen, places=positions
         )
-        chosen = seen.is_global()
-        if positions is None or made.columns is None or chosen is None:
+        if positions is None:
             return made
         about = {"positions": positions, "seen": seen, "causal": self.causal}
         if self.qkv_global is None:
@@ -181,9 +178,7 @@ class WindowAttention(AttentionLayer):
             key_weight = self.qkv_global.weight.split(hidden.shape[2])[1]
             query = self._global_query(self.qkv_global, hidden, positions)
             rows, blank = global_weights(query, hidden, key_weight, late=True, **about)
-        local = ~chosen[..., None, None]
-        rows = rows.masked_fill(blank[..., None, None], 0.0)
-        return made._replace(band=made.band * local, columns=made.columns * local, rows=rows)
+        return made._replace(rows=rows.masked_fill(blank[..., None, None], 0.0))
 
     def _own(self, seen: Visibility) -> Visibility:
         """What this layer makes of a description for all layers."""
@@ -213,12 +208,12 @@ class WindowAttention(AttentionLayer):
     def _global_rows(
         self, hidden: Tensor, seen: Visibility, positions: Tensor, dropout_p: float
     ) -> Tensor:
-        """[batch, g, dim]: what each global token makes of its whole document."""
+        """[batch, g, heads, head_dim]: what each global token makes of its whole document."""
         assert self.qkv_global is not None
         dim = hidden.shape[2]
         _, key_weight, value_weight = self.qkv_global.weight.split(dim)
         bias = self.qkv_global.bias
-        rows = global_attention(
+        return global_attention(
             self._global_query(self.qkv_global, hidden, positions),
             hidden,
             key_weight,
@@ -229,4 +224,3 @@ class WindowAttention(AttentionLayer):
             causal=self.causal,
             dropout_p=dropout_p,
         )
-        return rows.flatten(2)
