@@ -1,10 +1,9 @@
 """Transformers' Auto classes learn of our models, whichever of the two packages comes first.
 
 Our models need transformers, which takes seconds to import, and `import longspan` shall not wait
-for it. So they are imported (and thereby registered) right after transformers' own registry is:
-at once if that has happened already, else by a finder that waits for it and then steps aside.
-The base of all models may import the registry before it is whole itself: then the finder waits
-for it, too.
+for it. So they are imported (and thereby registered) once transformers' own registry is: at once
+if that has happened already, else by a finder that waits for it and then steps aside. Modules of
+transformers import one another in circles, so it waits until the outermost of them is whole.
 """
 
 import importlib
@@ -17,7 +16,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _REGISTRY = "transformers.models.auto.configuration_auto"
-_BASE = "transformers.modeling_utils"  # of every model
 
 
 def register_with_transformers() -> None:
@@ -37,30 +35,32 @@ def _register() -> None:
 
 
 class _AfterRegistry(MetaPathFinder):
-    """Finds nothing itself; it adds a step to how two modules are loaded."""
+    """Finds nothing itself; it adds a step to how transformers' modules are loaded."""
 
     def __init__(self) -> None:
-        self.executing: set[str] = set()
+        self.depth = 0
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in (_REGISTRY, _BASE):
+        if fullname.partition(".")[0] != "transformers":
             return None
-        at = sys.meta_path.index(self)
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        sys.meta_path.insert(at, self)
+        place = sys.meta_path.index(self)
+        sys.meta_path.remove(self)  # so that the others are asked
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(place, self)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
-                self.executing.add(fullname)
+                self.depth += 1
                 try:
                     execute(module)
                 finally:
-                    self.executing.discard(fullname)
-                if _REGISTRY in sys.modules and not self.executing and self in sys.meta_path:
+                    self.depth -= 1
+                if self.depth == 0 and _REGISTRY in sys.modules and self in sys.meta_path:
                     sys.meta_path.remove(self)
                     _register()
 

@@ -16,6 +16,8 @@ PROGRAMS = {
     + ASK,
     "a model of theirs first": "import longspan\nfrom transformers import RobertaModel\n"
     "from transformers import AutoConfig, AutoModel\n" + ASK,
+    "a Longformer first": "import torch, longspan\n"
+    "from transformers import LongformerConfig, LongformerModel, AutoConfig, AutoModel\n" + ASK,
     "in the midst of theirs": "import transformers, longspan\ntransformers.RobertaModel\n"
     "from transformers import AutoConfig, AutoModel\n" + ASK,
     "a name first": "import longspan\nlongspan.LongspanModel\n"
