@@ -99,8 +99,8 @@ def mean_tokens(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tenso
     else:
         bounds = cu_seqlens.to(hidden.device)
         place = torch.arange(tokens, device=hidden.device, dtype=bounds.dtype)
-        document = torch.searchsorted(bounds, place, right=True) - 1
-        # One row more, for tokens behind the last boundary.
+        # Tokens outside all documents share one row more, behind the others.
+        document = (torch.searchsorted(bounds, place, right=True) - 1) % bounds.shape[0]
         sums = sums.new_zeros(bounds.shape[0], dim + 1).index_add(0, document, sums[0])[:-1]
     return (sums[:, :-1] / sums[:, -1:].clamp(min=1)).to(hidden.dtype)
 

@@ -65,7 +65,7 @@ def check_shape(name: str, tensor: Tensor | None, like: Tensor) -> None:
             f"{name} must be [batch, tokens] = {tuple(like.shape[:2])}, got {tuple(tensor.shape)}"
         )
     if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, the model is on {like.device}")
+        raise ValueError(f"{name} is on {tensor.device}, the tokens are on {like.device}")
 
 
 def check_documents(tokens_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
