@@ -2,6 +2,7 @@
 uninitialised memory is NaN, so that an element nobody wrote cannot pass for a result."""
 
 import os
+import sys
 
 import torch
 
@@ -31,6 +32,15 @@ def _poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_graphs():
+    """Graphs are counted by function, and the forwards of all models share transformers' wrapper:
+    without forgetting, the ninth model compiled in a session would be refused."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

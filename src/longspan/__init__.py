@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         LongspanForSequenceClassification,
         LongspanForTokenClassification,
         LongspanModel,
+        explain_global,
         pad,
         unpad,
     )
@@ -37,6 +38,7 @@ __all__ = [
     "LongspanModel",
     "__version__",
     "convert",
+    "explain_global",
     "global_attention",
     "is_patched",
     "pad",
@@ -62,6 +64,7 @@ _LAZY = {
     "LongspanForSequenceClassification": "longspan.models",
     "LongspanForTokenClassification": "longspan.models",
     "LongspanModel": "longspan.models",
+    "explain_global": "longspan.models",
     "pad": "longspan.models",
     "unpad": "longspan.models",
 }

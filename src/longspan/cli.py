@@ -79,11 +79,12 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Make a pretrained encoder long: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA.
+    """Make a pretrained encoder long.
 
-    A Longformer comes over as it is. Weights, head, labels and tokenizer are kept, learned
-    positions are repeated. The report says how far the outputs of the two models are apart on
-    input that fits the window; there they should be equal but for rounding.
+    BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA or ModernBERT; a Longformer comes over as
+    it is. Weights, head, labels and tokenizer are kept, learned positions are repeated. The report
+    says how far the outputs of the two models are apart on input that fits the window; there they
+    should be equal but for rounding.
 
     [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
     """

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import transformers
 
+import longspan
+
 VOCAB, SEP = 60, 2
 HEADS = (
     "Model",
@@ -45,6 +47,47 @@ def longformer(head, **changes):
         sep_token_id=SEP,
     )
     return spread(getattr(transformers, f"Longformer{head}")(config))
+
+
+def modernbert(head, **changes):
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "intermediate_size": 40,
+        "max_position_embeddings": 64,
+        "local_attention": 8,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "cls_token_id": 0,
+        "eos_token_id": SEP,
+        "sep_token_id": SEP,
+    }
+    config = transformers.ModernBertConfig(**(settings | changes))
+    return spread(getattr(transformers, f"ModernBert{head}")(config))
+
+
+# What ModernBERT has and BERT has not, on an encoder of ours.
+MODERN: dict[str, Any] = {
+    "position": "rotary",
+    "position_offset": 0,
+    "type_vocab_size": 0,
+    "norm_first": True,
+    "gated": True,
+    "bias": False,
+    "classifier_norm": True,
+    "classifier_pooling": "mean",
+}
+
+
+def build(head, **changes):
+    """A model of ours."""
+    torch.manual_seed(0)
+    settings = {"max_position_embeddings": 66, "attention": {"window": 8}, "sep_token_id": SEP}
+    config = longspan.LongspanConfig(**short_sizes(**(settings | changes)))
+    return spread(getattr(longspan, f"Longspan{head}")(config))
 
 
 def batch(head, lengths=(37, 20), seed=0) -> dict[str, Any]:

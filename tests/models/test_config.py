@@ -29,6 +29,13 @@ def test_layers_differ(tmp_path):
     assert loaded.to_dict() == config.to_dict()
 
 
+def test_rotation_has_a_usual_base():
+    config = LongspanConfig(
+        **SIZES, position="rotary", attention=[{"window": 8, "rotary": 9.0}, {"window": 8}]
+    )
+    assert [setting["rotary"] for setting in config.attention] == [9.0, 10_000.0]
+
+
 def test_longest_document():
     assert LongspanConfig(**SIZES, max_position_embeddings=66).longest == 64
     assert LongspanConfig(**SIZES, position="sinusoidal").longest is None
@@ -42,7 +49,14 @@ def test_longest_document():
         ({"attention": [{"window": 8}, {"window": 7}]}, ValueError, "layer 1: window=7"),
         ({"attention": {"kind": "magic"}}, ValueError, "choose from window"),
         ({"hidden_size": 25}, ValueError, "dim=25 is not divisible by heads=3"),
-        ({"position": "astral"}, ValueError, "learned, sinusoidal"),
+        ({"position": "astral"}, ValueError, "learned, sinusoidal, rotary"),
+        ({"classifier_pooling": "max"}, ValueError, "first, mean"),
+        ({"attention": {"window": 8, "rotary": 100.0}}, ValueError, "go with position='learned'"),
+        (
+            {"position": "rotary", "attention": {"window": 8, "rotary": None}},
+            ValueError,
+            "layer 0: rotary=None",
+        ),
         ({"max_position_embeddings": 2}, ValueError, "leaves no position"),
         ({"hidden_act": "wobble"}, ValueError, "hidden_act='wobble'"),
         ({"hidden_dropout_prob": 1.5}, ValueError, "hidden_dropout_prob=1.5"),

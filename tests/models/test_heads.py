@@ -1,25 +1,18 @@
-"""Heads: presets of global tokens, losses, packing, compilation, saving."""
+"""Heads: presets of global tokens, losses, packing, attention maps, saving."""
 
 import pytest
 import torch
 import transformers
-from models.small import HEADS, SEP, VOCAB, batch, labels, results, short_sizes, spread
+from models.small import HEADS, MODERN, SEP, VOCAB, batch, build, labels, results
 
 import longspan
-from longspan import LongspanConfig
+from longspan.models import presets
 from longspan.models.presets import choose_global
 
 AUTO = {
     "Model": "AutoModel",
     **{head: f"AutoModel{head}" for head in HEADS if head != "Model"},
 }
-
-
-def build(head, **changes):
-    torch.manual_seed(0)
-    settings = {"max_position_embeddings": 66, "attention": {"window": 8}, "sep_token_id": SEP}
-    config = LongspanConfig(**short_sizes(**(settings | changes)))
-    return spread(getattr(longspan, f"Longspan{head}")(config))
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -89,9 +82,63 @@ def test_presets_of_packed_documents():
 def test_the_choice_is_in_the_output(head, wanted):
     given = batch(head)
     given.pop("global_attention_mask")
-    mask = build(head)(**given).global_attention_mask
+    output = build(head)(**given)
+    mask = output.global_attention_mask
     assert wanted == (None if mask is None else mask.sum(1).tolist())
     assert build(head, global_preset="none")(**given).global_attention_mask is None
+    assert longspan.explain_global(output).count("row") == len(wanted or [])
+
+
+class Words:
+    """A tokenizer as far as decoding goes."""
+
+    def decode(self, ids):
+        return " ".join(f"w{one}" for one in ids)
+
+
+def test_the_choice_is_explained():
+    tokens = torch.tensor([[0, 5, 6, 2, 7], [0, 8, 2, 9, 1], [3, 4, 5, 6, 7]])
+    mask = torch.tensor([[1, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    assert longspan.explain_global(mask).splitlines() == [
+        "row 0: 4 of 5 tokens are global: 0-2, 4",
+        "row 1: 1 of 5 tokens are global: 0",
+        "row 2: 0 of 5 tokens are global",
+    ]
+    first, second, _ = longspan.explain_global(mask, tokens, Words(), width=8).splitlines()
+    assert first.endswith("global: 0-2 'w0 w5 w6', 4 'w7'")
+    assert second.endswith("global: 0 'w0'")
+    assert "'w0...'" in longspan.explain_global(mask, tokens, Words(), width=5)
+    assert longspan.explain_global({"global_attention_mask": None}) == "no token is global"
+    with pytest.raises(ValueError, match=r"\(3, 4\) are not those of the mask \(3, 5\)"):
+        longspan.explain_global(mask, tokens[:, :4])
+
+
+@pytest.mark.parametrize("head", HEADS[1:])
+def test_a_task_without_global_tokens_is_warned_of_once(head, monkeypatch):
+    said = []
+    monkeypatch.setattr(presets.logger, "warning_once", said.append)
+    given = batch(head)
+    model = build(head)
+    model(**given)
+    assert not said
+    model(**given | {"global_attention_mask": torch.zeros_like(given["input_ids"])})
+    given.pop("global_attention_mask")
+    build(head, global_preset="none")(**given)
+    meant = head not in ("ForMaskedLM", "ForTokenClassification")
+    assert ["no token is global" in one for one in said] == [True, True] * meant
+
+
+@pytest.mark.parametrize("changes", [{}, MODERN], ids=["bert", "modern"])
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_has_attention_maps(head, changes):
+    model, given = build(head, **changes), batch(head)
+    maps = model(**given, output_attentions=True).attentions
+    assert len(maps) == 2
+    assert model(**given).attentions is None
+    mask = given["attention_mask"].flatten(0, -2)
+    for b in range(len(mask)):
+        for i in range(int(mask[b].sum())):
+            assert maps[1].row(i, 2, b)[1].sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_losses_follow_the_kind_of_label():
@@ -108,10 +155,11 @@ def test_losses_follow_the_kind_of_label():
         )
 
 
+@pytest.mark.parametrize("changes", [{}, MODERN], ids=["bert", "modern"])
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForQuestionAnswering"])
-def test_packed_is_separate(head):
-    """The presets included."""
-    model, given = build(head), batch(head)
+def test_packed_is_separate(head, changes):
+    """The presets and the mean over a document included."""
+    model, given = build(head, **changes), batch(head)
     given.pop("global_attention_mask")
     packing, (tokens,) = longspan.unpad(given["attention_mask"], given["input_ids"])
     packed, padded = model(tokens, cu_seqlens=packing.cu_seqlens), model(**given)
@@ -125,30 +173,6 @@ def test_packed_is_separate(head):
         torch.testing.assert_close(packed.logits, padded.logits, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("head", HEADS[1:])
-def test_compiles_without_a_graph_break(head):
-    model, given = build(head, max_global_tokens=12), batch(head)
-    given |= labels(head, given)
-    given.pop("global_attention_mask")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**given).loss, model(**given).loss, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForQuestionAnswering"])
-def test_exports_with_any_length(head):
-    model = build(head, max_global_tokens=12)
-    given, other = (
-        {k: v for k, v in batch(head, lengths).items() if k != "global_attention_mask"}
-        for lengths in ((37, 20), (51, 30))
-    )
-    length = torch.export.Dim("length", min=8, max=64)
-    exported = torch.export.export(
-        model, (), kwargs=given, dynamic_shapes={name: {1: length} for name in given}
-    ).module()
-    for name, value in results(model(**other), other).items():
-        torch.testing.assert_close(results(exported(**other), other)[name], value)
-
-
 def test_choices_need_three_dimensions():
     with pytest.raises(ValueError, match=r"\[batch, choices, tokens\], got \(2, 5\)"):
         build("ForMultipleChoice")(torch.ones(2, 5).long())
@@ -158,3 +182,37 @@ def test_unknown_names_are_not_attributes():
     with pytest.raises(AttributeError, match="nonsense"):
         _ = longspan.nonsense
     assert "convert" in dir(longspan)
+
+
+def spoil(given, name, change):
+    return given | {name: change(given[name])}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("input_ids", lambda ids: ids + VOCAB, "is the tokenizer another model's"),
+        ("input_ids", lambda ids: ids - 9, "token ids from -"),
+        ("input_ids", lambda ids: ids[:0], "empty batch|attention_mask must be"),
+        ("input_ids", lambda ids: ids[..., :0], "empty batch|attention_mask must be"),
+        ("attention_mask", lambda mask: mask[..., :-1], "attention_mask must be"),
+        ("attention_mask", lambda mask: mask * 0, "are padding alone"),
+        ("attention_mask", lambda mask: (mask - 1) * 1e4, "1 = yes, 0 = no"),
+        ("global_attention_mask", lambda mask: mask[..., 1:], "global_attention_mask must be"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("head", HEADS)
+def test_bad_input_is_named(head, name, change, message):
+    with pytest.raises(ValueError, match=message):
+        build(head)(**spoil(batch(head), name, change))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_nothing_is_cut_silently(head):
+    given = batch(head, (70, 30))
+    with pytest.raises(ValueError, match=r"70 tokens.*positions for 64.*extend_positions\(70\)"):
+        build(head)(**given)
+    model = build(head)
+    model.extend_positions(70)
+    assert model(**given)[0].isfinite().all()

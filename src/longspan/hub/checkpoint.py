@@ -78,7 +78,7 @@ def convert_checkpoint(
         source=type(theirs).__name__,
         result=type(ours).__name__,
         positions=(trained, ours.config.longest or trained),
-        window=_narrowest(ours),
+        window=_window(theirs, ours),
         parameters=sum(p.numel() for p in ours.parameters()),
         parity=reports,
         notes=notes,
@@ -96,7 +96,7 @@ def parity(
 ) -> list[Parity]:
     """Compare outputs in float32 on input that fits the window: random ids, then given texts."""
     theirs, ours = copy.deepcopy(theirs).float().eval(), copy.deepcopy(ours).float().eval()
-    fits = min(_narrowest(ours) // 2 + 1, ours.config.longest or 512)
+    fits = min(_window(theirs, ours) // 2 + 1, ours.config.longest or 512)
     fits = min(fits, theirs.config.max_position_embeddings - ours.config.position_offset)
     draw = torch.Generator().manual_seed(seed)
     # Ids from 10 on: special tokens have places of their own, at which heads look.
@@ -134,9 +134,12 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return found[:-1] if len(found) > 1 and "last_hidden_state" in outputs else found
 
 
-def _narrowest(model: LongspanPreTrainedModel) -> int:
-    windows = (setting["window"] for setting in model.config.attention)
-    return min(w if isinstance(w, int) else 2 * min(w) for w in windows)
+def _window(theirs: PreTrainedModel, ours: LongspanPreTrainedModel) -> int:
+    """The narrowest window among layers that had none, or among all if each layer had one."""
+    windows = [setting["window"] for setting in ours.config.attention]
+    kinds = getattr(theirs.config, "layer_types", None) or [None] * len(windows)
+    converted = [w for w, kind in zip(windows, kinds, strict=True) if kind != "sliding_attention"]
+    return min(w if isinstance(w, int) else 2 * min(w) for w in converted or windows)
 
 
 def _tokenizer(source: str | Path, ours: LongspanPreTrainedModel) -> tuple[Any, list[str]]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, LongformerConfig, PreTrainedModel
 
 from longspan.hub.families import FAMILIES, HEADS, Family, modules
 from longspan.layers.position import tile_positions
 from longspan.models import LongspanConfig, LongspanPreTrainedModel
+from longspan.models.loading import load_weights, refuse_missing
 
 # The paper went from 512 positions to 4,096.
 _TIMES = 8
@@ -26,9 +26,12 @@ def convert(
 
     A Longformer comes over as it is, windows included. BERT, RoBERTa, XLM-R, CamemBERT,
     DistilBERT and ELECTRA become long: each token sees `window` tokens around it, the learned
-    positions are repeated, the projections of global tokens start as copies. On documents of up
-    to window // 2 + 1 tokens the result computes what the source does; longer ones are best
-    preceded by some finetuning.
+    positions are repeated, the projections of global tokens start as copies. ModernBERT keeps the
+    windows of its local layers, and those that saw everything get `window`; its positions are
+    rotary, so there is nothing to repeat, and global tokens share the projections of all others
+    (`WindowAttention` says why). On documents of up to window // 2 + 1 tokens the result computes
+    what the source does; longer ones are best preceded by some finetuning. A window of twice the
+    trained length keeps full attention as it was, at its quadratic cost.
 
     Args:
         source: a transformers model, a folder or the name of a model on the hub. Weights are read
@@ -56,7 +59,7 @@ def convert(
             | _head_settings(family, head, config)
             | _labels(config)
             | {
-                "attention": _attention(family, config, window),
+                "attention": family.attention(config, window),
                 "max_position_embeddings": settings["position_offset"] + length,
                 "pooler": getattr(model, "pooler", None) is not None,
                 "tie_word_embeddings": config.tie_word_embeddings,
@@ -68,8 +71,9 @@ def convert(
     layers = settings["num_hidden_layers"]
     table = modules(family, layers, head, "" if bare else family.prefix)
     weights = _gather(ours.state_dict().keys(), table, model.state_dict())
-    positions = next(name for name in weights if name.endswith("embeddings.positions.weight"))
-    weights[positions] = tile_positions(weights[positions], settings["position_offset"], length)
+    for name in weights:
+        if name.endswith("embeddings.positions.weight"):
+            weights[name] = tile_positions(weights[name], settings["position_offset"], length)
     _finish(ours, weights, model)
     return ours
 
@@ -78,8 +82,8 @@ def to_transformers(model: LongspanPreTrainedModel) -> PreTrainedModel:
     """A stock transformers Longformer with the weights of `model` and equal outputs.
 
     Padding has to stand behind the text: Longformer never counts it, a model made from BERT does.
-    What a Longformer cannot express is refused: dilation, one-sided windows, embeddings of
-    another size than the hidden states, other activations in the heads.
+    What a Longformer cannot express is refused: dilation, one-sided windows, rotary or sinusoidal
+    positions, embeddings of another size than the hidden states, blocks or heads built otherwise.
     """
     config, family = model.config, FAMILIES["longformer"]
     head = next((name for name, cls in HEADS.items() if type(model) is cls), None)
@@ -168,29 +172,12 @@ def load(source: str | Path) -> PreTrainedModel:
     bare = f"{known.name}Model" if known else config.model_type
     name = (config.architectures or [bare])[0]
     _, head = _recognise(name, config)
-    try:
-        model, info = getattr(transformers, name).from_pretrained(
-            source, use_safetensors=True, output_loading_info=True
-        )
-    except OSError as error:
-        if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
-            found = [path.name for path in Path(source).glob("*.bin")] or "no weights"
-            raise ValueError(
-                f"{source} has no safetensors, but {found}. Pickled weights can run code when "
-                "they are loaded, so they never are: have their owner save them as safetensors"
-            ) from error
-        raise
-    except SafetensorError as error:
-        raise ValueError(f"the weights in {source} are damaged or cut off: {error}") from error
+    model, info = load_weights(getattr(transformers, name).from_pretrained, source)
     missing = set(info["missing_keys"])
     if head == "Model" and any(key.startswith("pooler.") for key in missing):
         model.pooler = None
         missing = {key for key in missing if not key.startswith("pooler.")}
-    if missing:
-        raise ValueError(
-            f"{source} calls itself {name}, but lacks {len(missing)} of its weights, among them "
-            f"{sorted(missing)[:4]}"
-        )
+    refuse_missing(source, name, missing)
     if info["unexpected_keys"]:
         left = sorted(info["unexpected_keys"])
         warnings.warn(f"{source}: {len(left)} weights are not used: {left[:8]}", stacklevel=3)
@@ -207,14 +194,6 @@ def _separator(source: str | Path) -> int | None:
     # Without a vocabulary file transformers makes one up, of special tokens alone.
     invented = len(tokenizer) <= len(tokenizer.all_special_ids)
     return None if invented else tokenizer.sep_token_id
-
-
-def _attention(family: Family, config: Any, window: int) -> Any:
-    if not family.long:
-        return {"window": window}
-    given = config.attention_window
-    windows = [given] * config.num_hidden_layers if isinstance(given, int) else given
-    return [{"window": one} for one in windows]
 
 
 def _head_settings(family: Family, head: str, config: Any) -> dict[str, Any]:
@@ -249,11 +228,16 @@ def _labels(config: Any) -> dict[str, Any]:
 def _gather(
     wanted: Any, table: Mapping[str, tuple[str, ...]], theirs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Our weights, each joined from theirs."""
+    """Our weights, each joined from theirs; a bias that theirs do without is zero."""
     weights = {}
     for name in wanted:
         module, _, kind = name.rpartition(".")
-        weights[name] = torch.cat([theirs[f"{part}.{kind}"] for part in table[module]])
+        parts = table[module]
+        if kind == "bias" and f"{parts[0]}.bias" not in theirs:
+            rows = sum(theirs[f"{part}.weight"].shape[0] for part in parts)
+            weights[name] = theirs[f"{parts[0]}.weight"].new_zeros(rows)
+        else:
+            weights[name] = torch.cat([theirs[f"{part}.{kind}"] for part in parts])
     return weights
 
 
@@ -282,11 +266,16 @@ def _refuse_inexpressible(config: LongspanConfig, head: str) -> None:
             reasons.append(f"layer {index} has no symmetric window: {setting}")
         elif setting["window"] == 0:
             reasons.append(f"layer {index} has a window of 0")
+        if not setting.get("global_tokens", True):
+            reasons.append(f"layer {index} knows of no global tokens")
         dilation = setting.get("dilation", 1)
         if {dilation} != {1} if isinstance(dilation, int) else set(dilation) != {1}:
             reasons.append(f"layer {index} is dilated: {setting}")
     if config.position != "learned":
         reasons.append(f"its positions are {config.position}")
+    for name, fixed in (("norm_first", False), ("gated", False), ("bias", True)):
+        if getattr(config, name) is not fixed:
+            reasons.append(f"{name} is {getattr(config, name)}")
     if config.pad_token_id is None:
         reasons.append("it has no padding token, from whose id Longformer counts positions")
     if config.embedding_size != config.hidden_size:
@@ -296,6 +285,10 @@ def _refuse_inexpressible(config: LongspanConfig, head: str) -> None:
     by_document = head in ("ForSequenceClassification", "ForMultipleChoice")
     if by_document and config.classifier_act != "tanh":
         reasons.append(f"classifier_act is {config.classifier_act!r}, not 'tanh'")
+    if by_document and config.classifier_pooling != "first":
+        reasons.append(f"classifier_pooling is {config.classifier_pooling!r}, not 'first'")
+    if config.classifier_norm and head not in ("Model", "ForMaskedLM"):
+        reasons.append("its head begins with a layer and a norm")
     if reasons:
         raise ValueError("transformers' Longformer cannot express this: " + "; ".join(reasons))
 

@@ -28,8 +28,11 @@ class Family:
     name: str  # of its classes
     prefix: str  # of the encoder in a model with a head
     settings: Callable[[Any], dict[str, Any]]  # its config -> what ours needs to know
+    # Its config and the window asked for -> how our layers attend.
+    attention: Callable[[Any, int], Any] = lambda config, window: {"window": window}
+    embeddings: Mapping[str, str] | None = None
     layer: str = "encoder.layer.{}."
-    qkv: tuple[str, str, str] = (
+    qkv: tuple[str, ...] = (
         "attention.self.query",
         "attention.self.key",
         "attention.self.value",
@@ -153,12 +156,79 @@ def _distilbert_settings(config: Any) -> dict[str, Any]:
     }
 
 
+def _longformer_attention(config: Any, window: int) -> Any:
+    given = config.attention_window
+    windows = [given] * config.num_hidden_layers if isinstance(given, int) else given
+    return [{"window": one} for one in windows]
+
+
+_MODERNBERT_HEAD = {"classifier.dense": "head.dense", "classifier.norm": "head.norm"}
+_MODERNBERT_TOKENS = {"transform.dense": "head.dense", "transform.norm": "head.norm"}
+_MODERNBERT = {
+    "Model": {},
+    "ForMaskedLM": {
+        "lm_head.dense": "head.dense",
+        "lm_head.norm": "head.norm",
+        "lm_head.decoder": "decoder",
+    },
+    "ForSequenceClassification": _MODERNBERT_HEAD | {"classifier.out": "classifier"},
+    "ForMultipleChoice": _MODERNBERT_HEAD | {"classifier.out": "classifier"},
+    "ForTokenClassification": _MODERNBERT_TOKENS | {"classifier": "classifier"},
+    "ForQuestionAnswering": _MODERNBERT_TOKENS | {"qa_outputs": "classifier"},
+}
+
+
+def _modernbert_settings(config: Any) -> dict[str, Any]:
+    same = (
+        "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+        "max_position_embeddings classifier_dropout initializer_range"
+    )
+    biases = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
+    return {
+        **{name: getattr(config, name) for name in same.split()},
+        "position": "rotary",
+        "position_offset": 0,
+        "type_vocab_size": 0,
+        "norm_first": True,
+        "gated": True,
+        # Ours has all or none; one that theirs has not is zero.
+        "bias": any(getattr(config, name) for name in biases),
+        "hidden_act": config.hidden_activation,
+        "lm_act": config.classifier_activation,
+        "classifier_act": config.classifier_activation,
+        "classifier_norm": True,
+        "classifier_pooling": "first" if config.classifier_pooling == "cls" else "mean",
+        # Theirs may differ between embeddings and feed-forward; what was released has none.
+        "hidden_dropout_prob": config.mlp_dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "layer_norm_eps": config.norm_eps,
+    }
+
+
+def _modernbert_attention(config: Any, window: int) -> Any:
+    """Its local layers keep their window and know of no global tokens, so that they compute what
+    they did; those that saw everything get the window asked for."""
+    layers = []
+    for kind in config.layer_types:
+        rope = config.rope_parameters[kind]
+        if rope["rope_type"] != "default":
+            raise ValueError(
+                f"cannot convert ModernBERT with rope_type {rope['rope_type']!r}; only "
+                "'default' has an equivalent"
+            )
+        local = {"window": 2 * config.sliding_window, "global_tokens": False}
+        reach = local if kind == "sliding_attention" else {"window": window}
+        layers.append({**reach, "rotary": float(rope["rope_theta"])})
+    return layers
+
+
 # By transformers' model_type.
 FAMILIES = {
     "longformer": Family(
         "Longformer",
         "longformer",
         _roberta_settings,
+        _longformer_attention,
         heads=_ROBERTA,
         global_suffix="_global",
         long=True,
@@ -191,6 +261,23 @@ FAMILIES = {
         heads=_ELECTRA,
         partial={"ForPreTraining": "Model"},
     ),
+    "modernbert": Family(
+        "ModernBert",
+        "model",
+        _modernbert_settings,
+        _modernbert_attention,
+        embeddings={"words": "tok_embeddings", "norm": "norm"},
+        layer="layers.{}.",
+        qkv=("attn.Wqkv",),
+        block={
+            "project": "attn.Wo",
+            "attention_norm": "attn_norm",
+            "up": "mlp.Wi",
+            "down": "mlp.Wo",
+            "feed_forward_norm": "mlp_norm",
+        },
+        heads=_MODERNBERT,
+    ),
 }
 
 
@@ -200,8 +287,9 @@ def modules(family: Family, layers: int, head: str, prefix: str) -> dict[str, tu
     ours = "" if head == "Model" else "encoder."
     table: dict[str, tuple[str, ...]] = {
         f"{ours}embeddings.{name}": (f"{theirs}embeddings.{their_name}",)
-        for name, their_name in _EMBEDDINGS.items()
+        for name, their_name in (family.embeddings or _EMBEDDINGS).items()
     }
+    table[f"{ours}norm"] = (f"{theirs}final_norm",)
     table[f"{ours}embeddings.project"] = (f"{theirs}embeddings_project",)
     table[f"{ours}pooler.dense"] = (f"{theirs}pooler.dense",)
     for index in range(layers):

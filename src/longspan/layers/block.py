@@ -1,45 +1,79 @@
-"""One encoder layer: attention, then feed-forward, each added to its input and normalised."""
+"""One encoder layer: attention, then feed-forward, each added to its input."""
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from longspan.layers.base import AttentionLayer
 from longspan.ops.window import Visibility
 
 
 class Block(nn.Module):
-    """[batch, tokens, dim] -> the same, with the norm behind the residual as BERT has it.
+    """[batch, tokens, dim] -> the same.
 
     Args:
         attention: a layer of the registry, without its output projection.
         dim, hidden_dim: of the tokens, and inside the feed-forward part.
         activation: of the feed-forward part.
         dropout: on what is added to the residual.
+        norm_first: norms stand before attention and feed-forward (ModernBERT), not behind the
+            residuals (BERT). The hidden states then leave without a norm.
+        normed: with `norm_first`, what comes in is normed already, so attention takes it as it is.
+        gated: the feed-forward part multiplies its activation with a second projection.
+        bias: of projections and norms.
     """
 
     def __init__(
         self,
-        attention: nn.Module,
+        attention: AttentionLayer,
         dim: int,
         hidden_dim: int,
         *,
         activation: Callable[[Tensor], Tensor],
         norm_eps: float = 1e-12,
         dropout: float = 0.0,
+        norm_first: bool = False,
+        normed: bool = False,
+        gated: bool = False,
+        bias: bool = True,
     ) -> None:
         super().__init__()
+        self.norm_first = norm_first
+        self.gated = gated
         self.attention = attention
-        self.project = nn.Linear(dim, dim)
-        self.attention_norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.up = nn.Linear(dim, hidden_dim)
+        self.project = nn.Linear(dim, dim, bias=bias)
+        self.attention_norm = (
+            nn.Identity() if norm_first and normed else nn.LayerNorm(dim, eps=norm_eps, bias=bias)
+        )
+        self.up = nn.Linear(dim, 2 * hidden_dim if gated else hidden_dim, bias=bias)
         self.activation = activation
-        self.down = nn.Linear(hidden_dim, dim)
-        self.feed_forward_norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.down = nn.Linear(hidden_dim, dim, bias=bias)
+        self.feed_forward_norm = nn.LayerNorm(dim, eps=norm_eps, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, seen: Visibility, positions: Tensor | None = None) -> Tensor:
-        """`seen` and `positions` describe the batch, see `WindowAttention.forward`."""
-        mixed = self.project(self.attention(hidden, seen=seen, positions=positions))
-        hidden = self.attention_norm(hidden + self.dropout(mixed))
-        fed = self.down(self.activation(self.up(hidden)))
-        return self.feed_forward_norm(hidden + self.dropout(fed))
+    def forward(
+        self,
+        hidden: Tensor,
+        seen: Visibility,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """`seen`, `positions` and `position_ids` describe the batch, see `AttentionLayer`."""
+        about = {"seen": seen, "positions": positions, "position_ids": position_ids}
+        mixed = self.project(self.attention(self.attention_input(hidden), **about))
+        hidden = hidden + self.dropout(mixed)
+        if self.norm_first:
+            return hidden + self.dropout(self._feed(self.feed_forward_norm(hidden)))
+        hidden = self.attention_norm(hidden)
+        return self.feed_forward_norm(hidden + self.dropout(self._feed(hidden)))
+
+    def attention_input(self, hidden: Tensor) -> Tensor:
+        """What the attention is given of a block's input."""
+        return self.attention_norm(hidden) if self.norm_first else hidden
+
+    def _feed(self, hidden: Tensor) -> Tensor:
+        up = self.up(hidden)
+        if not self.gated:
+            return self.down(self.activation(up))
+        inner, gate = up.chunk(2, dim=-1)
+        return self.down(self.activation(inner) * gate)

@@ -1,4 +1,4 @@
-"""Absolute positions: the sinusoids, and a learned table made longer."""
+"""Positions: the sinusoids, a learned table made longer, and rotation of queries and keys."""
 
 import math
 
@@ -28,3 +28,22 @@ def tile_positions(table: Tensor, reserved: int, length: int) -> Tensor:
         )
     copies = -(-length // trained.shape[0])
     return torch.cat([table[:reserved], trained.repeat(copies, 1)[:length]])
+
+
+def rotate(*states: Tensor, position: Tensor, base: float) -> tuple[Tensor, ...]:
+    """Queries and keys [batch, tokens, heads, head_dim], turned by their position [batch, tokens].
+
+    The two halves of a head are paired: pair i turns by position / base ** (2i / head_dim). A
+    score between two turned tokens depends on how far apart they are, not on where they stand.
+    """
+    head_dim = states[0].shape[-1]
+    step = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
+    rate = 1.0 / base ** (step / head_dim)
+    angle = (position.to(torch.float32)[..., None] * rate)[:, :, None, :]
+    cos, sin = angle.cos(), angle.sin()
+    turned = []
+    for one in states:
+        left, right = one.to(torch.promote_types(one.dtype, torch.float32)).chunk(2, dim=-1)
+        both = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        turned.append(both.to(one.dtype))
+    return tuple(turned)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from longspan.layers.base import AttentionLayer
+from longspan.layers.position import rotate
 from longspan.ops.rows import (
     global_attention,
     global_positions,
@@ -18,18 +20,30 @@ from longspan.ops.window.maps import AttentionMap, attention_map
 from longspan.ops.window.pattern import check_dilation, check_window
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(AttentionLayer):
     """[batch, tokens, dim] -> [batch, tokens, dim], before the output projection.
 
     Every token attends to its window and to the global tokens through one set of projections;
     the rows of the global tokens are computed over the whole document through a second set, which
     starts as a copy of the first, as in the paper.
 
+    With rotary positions the second set is left out. It is cheap only because its weights are
+    applied to the few global rows instead of to all tokens, and that needs a score of the form
+    q W x: turning each key by its position stands between W and x, and a second projection and
+    rotation of every token would cost as much again as the layer. Global tokens then use the
+    projections of all others.
+
     Args:
         dim, heads: model size; head_dim = dim / heads.
         window, dilation: as in `window_attention`.
         dropout: on the attention weights, while training.
-        separate_global: False shares the projections, so global rows need no second set.
+        separate_global: False shares the projections, so global rows need no second set; by
+            default they are separate unless positions are rotary.
+        global_tokens: False makes a layer of windows alone, in which no token is global whatever
+            the masks say, as the local layers of ModernBERT are.
+        rotary: turn queries and keys by their positions, with this base (10,000 is usual); None
+            leaves positions to the model.
+        bias: of the projections.
         backend: of `window_attention`.
     """
 
@@ -41,19 +55,35 @@ class WindowAttention(nn.Module):
         *,
         dilation: int | Sequence[int] = 1,
         dropout: float = 0.0,
-        separate_global: bool = True,
+        separate_global: bool | None = None,
+        global_tokens: bool = True,
+        rotary: float | None = None,
+        bias: bool = True,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+        if rotary is not None and (rotary <= 0 or dim // heads % 2):
+            raise ValueError(
+                f"rotary={rotary} must be above 0, and the head size, here {dim // heads}, even"
+            )
+        possible = rotary is None and global_tokens
+        if separate_global and not possible:
+            raise ValueError(
+                "separate_global=True goes neither with rotary positions nor with "
+                "global_tokens=False; leave it out"
+            )
+        separate = possible if separate_global is None else separate_global
         self.heads = heads
         self.window = check_window(window)
         self.dilation = check_dilation(dilation, heads)
         self.dropout = dropout
+        self.global_tokens = global_tokens
+        self.rotary = rotary
         self.backend = backend
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.qkv_global = nn.Linear(dim, 3 * dim) if separate_global else None
+        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
+        self.qkv_global = nn.Linear(dim, 3 * dim, bias=bias) if separate else None
         self.copy_global()
 
     @torch.no_grad()
@@ -61,6 +91,10 @@ class WindowAttention(nn.Module):
         """Make the global projections a copy of the local ones (again, after pretraining)."""
         if self.qkv_global is not None:
             self.qkv_global.load_state_dict(self.qkv.state_dict())
+
+    @property
+    def needs_positions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.qkv_global is not None
 
     @property
     def causal(self) -> bool:
@@ -75,11 +109,13 @@ class WindowAttention(nn.Module):
         *,
         seen: Visibility | None = None,
         positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Masks as in `window_attention`, or what was made of them once for all layers: `seen`
         from `visibility(...)` and, with separate projections, `positions` from
         `global_positions(global_mask, most)`. Without `positions` the number of global tokens is
-        read from the mask, which on a GPU waits for it."""
+        read from the mask, which on a GPU waits for it. `position_ids` [batch, tokens] are for
+        rotation, which by default counts from the beginning of each document."""
         if seen is None:
             seen = describe(
                 hidden,
@@ -87,8 +123,9 @@ class WindowAttention(nn.Module):
                 global_mask=global_mask,
                 cu_seqlens=cu_seqlens,
             )
+        seen = self._own(seen)
         dropout_p = self.dropout if self.training else 0.0
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        query, key, value = self._project(hidden, seen, position_ids)
         rows = self.qkv_global is None
         if not rows and seen.rank is not None:
             if positions is None:
@@ -110,35 +147,62 @@ class WindowAttention(nn.Module):
 
     @torch.no_grad()
     def map(
-        self, hidden: Tensor, *, seen: Visibility, positions: Tensor | None = None
+        self,
+        hidden: Tensor,
+        *,
+        seen: Visibility,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> AttentionMap:
         """The attention weights of a call, as a band, columns and rows, without n x n memory."""
-        query, key, _ = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        seen = self._own(seen)
+        positions = positions if self.global_tokens else None
+        query, key, _ = self._project(hidden, seen, position_ids)
         made = attention_map(
             query, key, window=self.window, dilation=self.dilation, seen=seen, places=positions
         )
-        chosen = seen.is_global()
-        if positions is None or made.columns is None or chosen is None:
+        if positions is None:
             return made
-        project = self.qkv if self.qkv_global is None else self.qkv_global
-        key_weight = project.weight.split(hidden.shape[2])[1]
-        rows, blank = global_weights(
-            self._global_query(project, hidden, positions),
-            hidden,
-            key_weight,
-            positions=positions,
-            seen=seen,
-            causal=self.causal,
-            late=True,
-        )
-        local = ~chosen[..., None, None]
-        rows = rows.masked_fill(blank[..., None, None], 0.0)
-        return made._replace(band=made.band * local, columns=made.columns * local, rows=rows)
+        about = {"positions": positions, "seen": seen, "causal": self.causal}
+        if self.qkv_global is None:
+            # Keys as they are, rotated or not, projected by nothing further.
+            dim = hidden.shape[2]
+            rows, blank = global_weights(
+                take_rows(query.flatten(2), positions).unflatten(-1, (self.heads, -1)),
+                key.flatten(2),
+                torch.eye(dim, device=key.device, dtype=key.dtype),
+                late=False,
+                **about,
+            )
+        else:
+            key_weight = self.qkv_global.weight.split(hidden.shape[2])[1]
+            query = self._global_query(self.qkv_global, hidden, positions)
+            rows, blank = global_weights(query, hidden, key_weight, late=True, **about)
+        return made._replace(rows=rows.masked_fill(blank[..., None, None], 0.0))
+
+    def _own(self, seen: Visibility) -> Visibility:
+        """What this layer makes of a description for all layers."""
+        return seen if self.global_tokens else seen._replace(rank=None, places=None)
+
+    def _project(
+        self, hidden: Tensor, seen: Visibility, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [batch, tokens, heads, head_dim], rotated if they are to be."""
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        if self.rotary is None:
+            return query, key, value
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            if seen.start is not None:
+                position_ids = position_ids - seen.start
+        query, key = rotate(query, key, position=position_ids, base=self.rotary)
+        return query, key, value
 
     def _global_query(self, project: nn.Linear, hidden: Tensor, positions: Tensor) -> Tensor:
         """[batch, g, heads, head_dim]: the queries of the global tokens alone."""
         dim = hidden.shape[2]
-        query = linear(take_rows(hidden, positions), project.weight[:dim], project.bias[:dim])
+        bias = None if project.bias is None else project.bias[:dim]
+        query = linear(take_rows(hidden, positions), project.weight[:dim], bias)
         return query.unflatten(-1, (self.heads, -1))
 
     def _global_rows(
@@ -148,12 +212,13 @@ class WindowAttention(nn.Module):
         assert self.qkv_global is not None
         dim = hidden.shape[2]
         _, key_weight, value_weight = self.qkv_global.weight.split(dim)
+        bias = self.qkv_global.bias
         return global_attention(
             self._global_query(self.qkv_global, hidden, positions),
             hidden,
             key_weight,
             value_weight,
-            self.qkv_global.bias[2 * dim :],
+            None if bias is None else bias[2 * dim :],
             positions=positions,
             seen=seen,
             causal=self.causal,

@@ -20,6 +20,7 @@ from longspan.models.heads import (
     LongspanForTokenClassification,
 )
 from longspan.models.packing import Packing, pad, unpad
+from longspan.models.presets import explain_global
 
 __all__ = [
     "LongspanConfig",
@@ -31,6 +32,7 @@ __all__ = [
     "LongspanModel",
     "LongspanPreTrainedModel",
     "Packing",
+    "explain_global",
     "pad",
     "unpad",
 ]

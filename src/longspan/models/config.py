@@ -7,9 +7,11 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from longspan.layers.base import AttentionLayer
 from longspan.layers.registry import build_attention
 
-POSITIONS = ("learned", "sinusoidal")
+POSITIONS = ("learned", "sinusoidal", "rotary")
+POOLING = ("first", "mean")
 
 
 class LongspanConfig(PreTrainedConfig):
@@ -18,11 +20,14 @@ class LongspanConfig(PreTrainedConfig):
     Args:
         attention: how layers attend: one setting for all, or one per layer. A setting names the
             layer's "kind" ("window" if absent) and its options, for windows `window`, `dilation`
-            (one number, or one per head) and `separate_global`.
+            (one number, or one per head), `global_tokens`, `separate_global` and, with rotary
+            positions, the base of the `rotary` (10,000 if absent).
         embedding_size: of the embeddings where it differs from `hidden_size`, as in ELECTRA.
         type_vocab_size: 0 for no token types at all.
-        position: "learned" or "sinusoidal".
-        max_position_embeddings: rows of the learned table, reserved ones included.
+        position: "learned", "sinusoidal", or "rotary": queries and keys are turned by their
+            positions inside the attention, and global tokens share the projections of all others.
+        max_position_embeddings: rows of the learned table, reserved ones included; the same number
+            limits rotary positions, which have no table.
         position_offset: reserved rows at its front. With any, padding takes the last of them and
             is not counted (RoBERTa, Longformer); with none, every place counts (BERT).
         max_global_tokens: room for global tokens per row; needed by `torch.compile`, and spares
@@ -30,8 +35,13 @@ class LongspanConfig(PreTrainedConfig):
         global_preset: which tokens a head makes global when it is given no mask: "none", "first",
             "question" (all before the first separator) or "candidates" (all behind the
             separators that end the question); None leaves it to the task.
+        norm_first, gated, bias: of the blocks, see `Block`; without `bias` neither they nor the
+            heads have any but behind their last layer. With `norm_first` a last norm follows.
         pooler: whether the bare model has BERT's pooler on its first token.
         lm_act, classifier_act: inside the heads for masked tokens and for whole documents.
+        classifier_norm: every head begins with a layer, `classifier_act` and a norm, as ModernBERT
+            has it.
+        classifier_pooling: what a document's scores come from: its "first" token, or the "mean".
         classifier_dropout: in the heads; None takes `hidden_dropout_prob`.
     """
 
@@ -47,9 +57,14 @@ class LongspanConfig(PreTrainedConfig):
     intermediate_size: int = 3072
     embedding_size: int | None = None
     attention: Any = None
+    norm_first: bool = False
+    gated: bool = False
+    bias: bool = True
     hidden_act: str = "gelu"
     lm_act: str = "gelu"
     classifier_act: str = "tanh"
+    classifier_norm: bool = False
+    classifier_pooling: str = "first"
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
     classifier_dropout: float | None = None
@@ -99,10 +114,11 @@ class LongspanConfig(PreTrainedConfig):
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-        if self.position not in POSITIONS:
-            raise ValueError(
-                f"position={self.position!r} is unknown; choose from {', '.join(POSITIONS)}"
-            )
+        for name, known in (("position", POSITIONS), ("classifier_pooling", POOLING)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
+                )
         if self.position_offset < 0 or (self.longest is not None and self.longest < 1):
             raise ValueError(
                 f"max_position_embeddings={self.max_position_embeddings} leaves no position "
@@ -123,21 +139,28 @@ class LongspanConfig(PreTrainedConfig):
                 f"attention has {len(given)} settings for {self.num_hidden_layers} layers; "
                 "give one for all, or one per layer"
             )
-        settings = [{"kind": "window", **one} for one in given]
+        rotary = {"rotary": 10_000.0} if self.position == "rotary" else {}
+        settings = [{"kind": "window", **rotary, **one} for one in given]
         with torch.device("meta"):
             for layer, setting in enumerate(settings):
                 if setting not in settings[:layer]:
+                    if (self.position == "rotary") != (setting.get("rotary") is not None):
+                        raise ValueError(
+                            f"layer {layer}: rotary={setting.get('rotary')!r} does not go with "
+                            f"position={self.position!r}"
+                        )
                     try:
                         self.build_attention(setting)
                     except (TypeError, ValueError) as error:
                         raise type(error)(f"layer {layer}: {error}") from None
         return settings
 
-    def build_attention(self, setting: Mapping[str, Any]) -> torch.nn.Module:
+    def build_attention(self, setting: Mapping[str, Any]) -> AttentionLayer:
         """A layer's attention, of this model's size."""
         return build_attention(
             self.hidden_size,
             self.num_attention_heads,
-            self.attention_probs_dropout_prob,
             setting,
+            dropout=self.attention_probs_dropout_prob,
+            bias=self.bias,
         )

@@ -13,15 +13,24 @@ from longspan.layers.block import Block
 from longspan.layers.position import sinusoids, tile_positions
 from longspan.layers.window import WindowAttention
 from longspan.models.config import LongspanConfig
+from longspan.models.inputs import (
+    as_bool,
+    check_documents,
+    check_length,
+    check_positions,
+    check_shape,
+    check_tokens,
+    check_types,
+)
+from longspan.models.loading import load_weights, refuse_missing
 from longspan.models.outputs import LongspanOutput
-from longspan.models.presets import readable
 from longspan.ops import global_positions
 from longspan.ops.window import Visibility, visibility
 from longspan.ops.window.api import check_masks
 
 
 class Embeddings(nn.Module):
-    """Words, positions and token types, added and normalised."""
+    """Words, and positions and token types where there are any, added and normalised."""
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__()
@@ -36,17 +45,19 @@ class Embeddings(nn.Module):
             )
         types = config.type_vocab_size
         self.types = nn.Embedding(types, size) if types else None
-        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.sinusoidal = config.position == "sinusoidal"
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps, bias=config.bias)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.project = None
         if size != config.hidden_size:
-            self.project = nn.Linear(size, config.hidden_size)
+            self.project = nn.Linear(size, config.hidden_size, bias=config.bias)
 
     def forward(self, words: Tensor, position_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        hidden = words
         if self.positions is not None:
-            hidden = words + self.positions(position_ids)
-        else:
-            hidden = words + sinusoids(position_ids, words.shape[-1], words.dtype)
+            hidden = hidden + self.positions(position_ids)
+        elif self.sinusoidal:
+            hidden = hidden + sinusoids(position_ids, words.shape[-1], words.dtype)
         if self.types is not None:
             # Without types every token is of the first; no lookup needed.
             hidden = hidden + (
@@ -74,6 +85,26 @@ def first_tokens(hidden: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return hidden[0, cu_seqlens[:-1].to(hidden.device).long().clamp(max=hidden.shape[1] - 1)]
 
 
+def mean_tokens(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """[batch, tokens, dim] -> [documents, dim], the mean over each document's tokens."""
+    batch, tokens, dim = hidden.shape
+    # Half precision can neither count nor add up thousands of tokens.
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    real = wide.new_ones(batch, tokens, 1)
+    if attention_mask is not None:
+        real = real * (attention_mask != 0)[..., None]
+    sums = torch.cat((wide * real, real), dim=-1)
+    if cu_seqlens is None:
+        sums = sums.sum(dim=1)
+    else:
+        bounds = cu_seqlens.to(hidden.device)
+        place = torch.arange(tokens, device=hidden.device, dtype=bounds.dtype)
+        # Tokens outside all documents share one row more, behind the others.
+        document = (torch.searchsorted(bounds, place, right=True) - 1) % bounds.shape[0]
+        sums = sums.new_zeros(bounds.shape[0], dim + 1).index_add(0, document, sums[0])[:-1]
+    return (sums[:, :-1] / sums[:, -1:].clamp(min=1)).to(hidden.dtype)
+
+
 class LongspanPreTrainedModel(PreTrainedModel):
     """What the encoder and its heads share."""
 
@@ -85,28 +116,61 @@ class LongspanPreTrainedModel(PreTrainedModel):
     # Losses are means over the batch; Trainer scales them when it accumulates gradients.
     accepts_loss_kwargs = False
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """As in transformers, but for safetensors alone, and whole: a head may be new, and is then
+        named in a warning, but an encoder that lacks weights is refused."""
+        source = pretrained_model_name_or_path
+        if options.get("state_dict") is not None or source is None:
+            return super().from_pretrained(source, *arguments, **options)
+        if options.pop("use_safetensors", None) is False:
+            raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
+        tell = options.pop("output_loading_info", False)
+        model, info = load_weights(super().from_pretrained, source, *arguments, **options)
+        prefix = f"{cls.base_model_prefix}."
+        refuse_missing(
+            source,
+            cls.__name__,
+            (
+                name
+                for name in info["missing_keys"]
+                if (cls is LongspanModel or name.startswith(prefix)) and "pooler." not in name
+            ),
+        )
+        return (model, info) if tell else model
+
     def initialize_weights(self) -> None:
         """As transformers does it; then the global projections start as copies of the local."""
         super().initialize_weights()
         for module in self.modules():
             if isinstance(module, WindowAttention) and module.qkv_global is not None:
                 # Unlike `copy_global`, this leaves alone what came from a checkpoint.
-                init.copy_(module.qkv_global.weight, module.qkv.weight)
-                init.copy_(module.qkv_global.bias, module.qkv.bias)
+                for name, copied in module.qkv_global.named_parameters():
+                    init.copy_(copied, module.qkv.get_parameter(name))
 
     def extend_positions(self, length: int) -> None:
-        """Make room for documents of `length` tokens by repeating the learned positions.
+        """Make room for documents of `length` tokens.
 
-        The new positions are a starting point that a little finetuning improves. Sinusoidal
+        Learned positions are repeated: a starting point that a little finetuning improves. Rotary
+        ones have nothing to repeat, only their limit rises: a window never spans more distance
+        than before, and just the global tokens look further than they were trained to. Sinusoidal
         positions reach any length as they are.
         """
         config = self.config
-        table = cast(LongspanModel, self.base_model).embeddings.positions
-        if table is None or length == config.longest:
+        if config.longest is None or length == config.longest:
             return
-        grown = tile_positions(table.weight.detach(), config.position_offset, length)
-        table.weight = nn.Parameter(grown, requires_grad=table.weight.requires_grad)
-        table.num_embeddings = config.max_position_embeddings = grown.shape[0]
+        table = cast(LongspanModel, self.base_model).embeddings.positions
+        if length < config.longest:
+            raise ValueError(
+                f"cannot make {config.longest} positions {length}: positions are only ever added"
+            )
+        config.max_position_embeddings = config.position_offset + length
+        if table is not None:
+            grown = tile_positions(table.weight.detach(), config.position_offset, length)
+            table.weight = nn.Parameter(grown, requires_grad=table.weight.requires_grad)
+            table.num_embeddings = grown.shape[0]
 
 
 class LongspanModel(LongspanPreTrainedModel):
@@ -127,9 +191,18 @@ class LongspanModel(LongspanPreTrainedModel):
                 activation=ACT2FN[config.hidden_act],
                 norm_eps=config.layer_norm_eps,
                 dropout=config.hidden_dropout_prob,
+                norm_first=config.norm_first,
+                normed=layer == 0,  # by the embeddings
+                gated=config.gated,
+                bias=config.bias,
             )
-            for setting in config.attention
+            for layer, setting in enumerate(config.attention)
         )
+        self.norm = None
+        if config.norm_first:
+            self.norm = nn.LayerNorm(
+                config.hidden_size, eps=config.layer_norm_eps, bias=config.bias
+            )
         pooled = config.pooler if add_pooling_layer is None else add_pooling_layer
         self.pooler = Pooler(config) if pooled else None
         self.gradient_checkpointing = False
@@ -170,38 +243,44 @@ class LongspanModel(LongspanPreTrainedModel):
         """
         if output_attentions is None:
             output_attentions = self.config.output_attentions
-        words = self._words(input_ids, inputs_embeds)
-        tokens_mask = _as_bool("attention_mask", attention_mask, words)
-        global_mask = _as_bool("global_attention_mask", global_attention_mask, words)
-        for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
-            _check_shape(name, ids, words)
-        check_masks(words, attention_mask=None, global_mask=None, cu_seqlens=cu_seqlens)
-        if global_mask is not None and tokens_mask is not None:
-            global_mask = global_mask & tokens_mask
-        seen, places = self._describe(
-            words, tokens_mask, global_mask, cu_seqlens, max_global_tokens
-        )
-        if position_ids is None:
-            self._check_length(words.shape[1], cu_seqlens)
-            position_ids = self._position_ids(input_ids, words, seen, cu_seqlens)
-        else:
-            self._check_positions(position_ids)
-        self._check_types(token_type_ids)
-
-        hidden = self.embeddings(words, position_ids, token_type_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        given = check_tokens(self.config, input_ids, inputs_embeds)
+        tokens_mask = as_bool("attention_mask", attention_mask, given)
+        global_mask = as_bool("global_attention_mask", global_attention_mask, given)
+        for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
+            check_shape(name, ids, given)
+        check_masks(given, attention_mask=None, global_mask=None, cu_seqlens=cu_seqlens)
+        check_documents(tokens_mask, cu_seqlens)
+        check_types(self.config, token_type_ids)
+        if global_mask is not None and tokens_mask is not None:
+            global_mask = global_mask & tokens_mask
+        asked = max_global_tokens, bool(output_attentions)
+        seen, places = self._describe(given, tokens_mask, global_mask, cu_seqlens, *asked)
+        if position_ids is None:
+            check_length(self.config, given.shape[1], cu_seqlens)
+            position_ids = self._position_ids(input_ids, given, seen, cu_seqlens)
+        else:
+            check_positions(self.config, position_ids)
+
+        words = given if input_ids is None else self.embeddings.words(input_ids)
+        hidden = self.embeddings(words, position_ids, token_type_ids)
+        about = seen, places, position_ids
         states, maps = (hidden,), ()
-        for block in self.layers:
+        for block in cast("list[Block]", self.layers):
             if output_attentions:
-                attention = cast(WindowAttention, block.attention)
-                maps = (*maps, attention.map(hidden, seen=seen, positions=places))
+                given = block.attention_input(hidden)
+                described = {"seen": seen, "positions": places, "position_ids": position_ids}
+                maps = (*maps, block.attention.map(given, **described))
             if self.gradient_checkpointing and self.training:
-                hidden = self._gradient_checkpointing_func(block.__call__, hidden, seen, places)
+                hidden = self._gradient_checkpointing_func(block.__call__, hidden, *about)
             else:
-                hidden = block(hidden, seen, places)
+                hidden = block(hidden, *about)
             if output_hidden_states:
                 states = (*states, hidden)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+            states = (*states[:-1], hidden)
         return LongspanOutput(
             last_hidden_state=hidden,
             pooler_output=None if self.pooler is None else self.pooler(hidden, cu_seqlens),
@@ -212,15 +291,19 @@ class LongspanModel(LongspanPreTrainedModel):
 
     def _describe(
         self,
-        words: Tensor,
+        given: Tensor,
         tokens_mask: Tensor | None,
         global_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         most: int | None,
+        listed: bool,
     ) -> tuple[Visibility, Tensor | None]:
-        """What all layers need to know of the masks: who sees whom, and where global tokens are."""
+        """What all layers need to know of the masks: who sees whom, and where global tokens are,
+        if that shall be `listed` or a layer needs it."""
         places = None
-        if global_mask is not None:
+        blocks = cast("list[Block]", self.layers)
+        listed = listed or any(block.attention.needs_positions for block in blocks)
+        if global_mask is not None and listed:
             most = self.config.max_global_tokens if most is None else most
             if most is None and torch.compiler.is_compiling():
                 raise ValueError(
@@ -231,50 +314,21 @@ class LongspanModel(LongspanPreTrainedModel):
             if places.shape[1] == 0:
                 global_mask = places = None
         seen = visibility(
-            words, attention_mask=tokens_mask, global_mask=global_mask, cu_seqlens=cu_seqlens
+            given, attention_mask=tokens_mask, global_mask=global_mask, cu_seqlens=cu_seqlens
         )
         return seen, places
-
-    def _words(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """[batch, tokens, embedding_size]: embedded ids, or the embeddings that were given."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        if input_ids is None:
-            words = cast(Tensor, inputs_embeds)
-            wanted = self.config.embedding_size
-            if words.dim() != 3 or words.shape[2] != wanted:
-                raise ValueError(
-                    f"inputs_embeds must be [batch, tokens, {wanted}], got {tuple(words.shape)}"
-                )
-            given = words
-        else:
-            if input_ids.dim() != 2:
-                raise ValueError(f"input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
-            given = input_ids
-        if given.shape[0] == 0 or given.shape[1] == 0:
-            raise ValueError(f"an empty batch: [batch, tokens] = {tuple(given.shape[:2])}")
-        if input_ids is None:
-            return given
-        if readable(input_ids):
-            low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"token ids from {low} to {high}, but the vocabulary has ids from 0 to "
-                    f"{self.config.vocab_size - 1}: is the tokenizer another model's?"
-                )
-        return self.embeddings.words(input_ids)
 
     def _position_ids(
         self,
         input_ids: Tensor | None,
-        words: Tensor,
+        given: Tensor,
         seen: Visibility,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
         """[batch, tokens]: counted from the beginning of each document, behind reserved rows."""
-        batch, tokens = words.shape[:2]
+        batch, tokens = given.shape[:2]
         offset, padding = self.config.position_offset, self.config.pad_token_id
-        place = torch.arange(tokens, device=words.device)
+        place = torch.arange(tokens, device=given.device)
         if cu_seqlens is not None:
             assert seen.start is not None
             assert seen.stop is not None
@@ -283,61 +337,3 @@ class LongspanModel(LongspanPreTrainedModel):
             real = input_ids != padding
             return real.cumsum(dim=1) * real + (offset - 1)
         return (place + offset).expand(batch, tokens)
-
-    def _check_length(self, tokens: int, cu_seqlens: Tensor | None) -> None:
-        most = self.config.longest
-        if most is None:
-            return
-        if cu_seqlens is not None:
-            if not readable(cu_seqlens):
-                return  # the lookup in the table refuses what is beyond it
-            tokens = int(cu_seqlens.diff().max())
-        if tokens > most:
-            raise ValueError(
-                f"a document of {tokens} tokens, but the model has positions for {most}. Nothing "
-                f"is cut silently: call model.extend_positions({tokens}), best followed by some "
-                "finetuning, or shorten the input yourself"
-            )
-
-    def _check_positions(self, position_ids: Tensor) -> None:
-        if self.config.position != "learned" or not readable(position_ids):
-            return
-        low, high = int(position_ids.min()), int(position_ids.max())
-        rows = self.config.max_position_embeddings
-        if low < 0 or high >= rows:
-            raise ValueError(
-                f"position_ids from {low} to {high}, but the table has rows 0 to {rows - 1}; "
-                "model.extend_positions(length) adds rows"
-            )
-
-    def _check_types(self, token_type_ids: Tensor | None) -> None:
-        if token_type_ids is None:
-            return
-        types = self.config.type_vocab_size
-        if types == 0:
-            raise ValueError("this model has no token types: leave token_type_ids out")
-        if readable(token_type_ids):
-            low, high = int(token_type_ids.min()), int(token_type_ids.max())
-            if low < 0 or high >= types:
-                raise ValueError(
-                    f"token_type_ids from {low} to {high}, but the model has types 0 to {types - 1}"
-                )
-
-
-def _check_shape(name: str, tensor: Tensor | None, words: Tensor) -> None:
-    if tensor is None:
-        return
-    if tensor.shape != words.shape[:2]:
-        raise ValueError(
-            f"{name} must be [batch, tokens] = {tuple(words.shape[:2])}, got {tuple(tensor.shape)}"
-        )
-    if tensor.device != words.device:
-        raise ValueError(f"{name} is on {tensor.device}, the model is on {words.device}")
-
-
-def _as_bool(name: str, mask: Tensor | None, words: Tensor) -> Tensor | None:
-    """A 0/1 mask of any dtype as bool."""
-    _check_shape(name, mask, words)
-    if mask is not None and mask.is_floating_point() and readable(mask) and bool((mask < 0).any()):
-        raise ValueError(f"{name} is 1 = yes, 0 = no; one of 0 and -inf is something else")
-    return None if mask is None else mask != 0

@@ -9,7 +9,12 @@ from transformers.activations import ACT2FN
 from transformers.utils.generic import can_return_tuple
 
 from longspan.models.config import LongspanConfig
-from longspan.models.encoder import LongspanModel, LongspanPreTrainedModel, first_tokens
+from longspan.models.encoder import (
+    LongspanModel,
+    LongspanPreTrainedModel,
+    first_tokens,
+    mean_tokens,
+)
 from longspan.models.outputs import (
     LongspanMaskedLMOutput,
     LongspanMultipleChoiceOutput,
@@ -18,38 +23,64 @@ from longspan.models.outputs import (
     LongspanSequenceClassifierOutput,
     LongspanTokenClassifierOutput,
 )
-from longspan.models.presets import choose_global
+from longspan.models.presets import choose_global, warn_if_none
 
 
-class LanguageModelHead(nn.Module):
+class Transform(nn.Module):
+    """A layer, an activation and a norm: what a head may begin with."""
+
+    def __init__(self, config: LongspanConfig, size: int, activation: str) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, size, bias=config.bias)
+        self.activation = ACT2FN[activation]
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps, bias=config.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(hidden)))
+
+
+class LanguageModelHead(Transform):
     """Scores of every word for every token."""
 
     def __init__(self, config: LongspanConfig) -> None:
-        super().__init__()
         size = config.embedding_size
         assert size is not None  # the config fills it in
-        self.dense = nn.Linear(config.hidden_size, size)
-        self.activation = ACT2FN[config.lm_act]
-        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        super().__init__(config, size, config.lm_act)
         self.decoder = nn.Linear(size, config.vocab_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.decoder(self.norm(self.activation(self.dense(hidden))))
+        return self.decoder(super().forward(hidden))
 
 
 class ClassificationHead(nn.Module):
-    """Scores of a document, from its first token."""
+    """Scores of a document, from its first token or from the mean of them all."""
 
     def __init__(self, config: LongspanConfig, labels: int) -> None:
         super().__init__()
         assert config.classifier_dropout is not None  # the config fills it in
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        size = config.hidden_size
+        self.mean = config.classifier_pooling == "mean"
+        self.dense = nn.Linear(size, size, bias=config.bias)
         self.activation = ACT2FN[config.classifier_act]
+        self.norm = None
+        if config.classifier_norm:
+            self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps, bias=config.bias)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.out = nn.Linear(config.hidden_size, labels)
+        self.out = nn.Linear(size, labels)
 
-    def forward(self, first: Tensor) -> Tensor:
-        return self.out(self.dropout(self.activation(self.dense(self.dropout(first)))))
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """[batch, tokens, dim] -> [documents, labels]"""
+        if self.mean:
+            document = mean_tokens(hidden, attention_mask, cu_seqlens)
+        else:
+            document = first_tokens(hidden, cu_seqlens)
+        if self.norm is None:
+            inner = self.activation(self.dense(self.dropout(document)))
+        else:
+            inner = self.norm(self.activation(self.dense(document)))
+        return self.out(self.dropout(inner))
 
 
 class _Head(LongspanPreTrainedModel):
@@ -81,6 +112,8 @@ class _Head(LongspanPreTrainedModel):
                 cu_seqlens=cu_seqlens,
             )
             max_global_tokens = max_global_tokens if most is None else most
+        if self.preset != "none":
+            warn_if_none(type(self).__name__, global_attention_mask)
         return self.encoder(
             input_ids,
             global_attention_mask=global_attention_mask,
@@ -122,6 +155,7 @@ class LongspanForMaskedLM(_Head):
         cu_seqlens: Tensor | None = None,
         max_global_tokens: int | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> LongspanMaskedLMOutput:
         """`labels` [batch, tokens], -100 = not asked for; the rest as in `LongspanModel`."""
         encoded = self._encode(
@@ -134,6 +168,7 @@ class LongspanForMaskedLM(_Head):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
         logits = self.lm_head(encoded.last_hidden_state)
         loss = None if labels is None else _token_loss(logits, labels)
@@ -146,6 +181,7 @@ class LongspanForTokenClassification(_Head):
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config)
         assert config.classifier_dropout is not None  # the config fills it in
+        self.transform = _token_transform(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
@@ -163,6 +199,7 @@ class LongspanForTokenClassification(_Head):
         cu_seqlens: Tensor | None = None,
         max_global_tokens: int | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> LongspanTokenClassifierOutput:
         """`labels` [batch, tokens], -100 = not asked for; the rest as in `LongspanModel`."""
         encoded = self._encode(
@@ -175,8 +212,9 @@ class LongspanForTokenClassification(_Head):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
-        logits = self.classifier(self.dropout(encoded.last_hidden_state))
+        logits = self.classifier(self.dropout(self.transform(encoded.last_hidden_state)))
         loss = None if labels is None else _token_loss(logits, labels)
         return LongspanTokenClassifierOutput(logits=logits, **_kept(encoded, loss))
 
@@ -204,6 +242,7 @@ class LongspanForSequenceClassification(_Head):
         cu_seqlens: Tensor | None = None,
         max_global_tokens: int | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> LongspanSequenceClassifierOutput:
         """`labels` [documents], or [documents, labels] for several; a packed row has as many
         documents as it holds. The rest as in `LongspanModel`."""
@@ -217,8 +256,9 @@ class LongspanForSequenceClassification(_Head):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
-        logits = self.classifier(first_tokens(_states(encoded), cu_seqlens))
+        logits = self.classifier(encoded.last_hidden_state, attention_mask, cu_seqlens)
         loss = None if labels is None else self._loss(logits, labels.to(logits.device))
         return LongspanSequenceClassifierOutput(logits=logits, **_kept(encoded, loss))
 
@@ -243,6 +283,7 @@ class LongspanForQuestionAnswering(_Head):
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config)
+        self.transform = _token_transform(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
@@ -260,6 +301,7 @@ class LongspanForQuestionAnswering(_Head):
         cu_seqlens: Tensor | None = None,
         max_global_tokens: int | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> LongspanQuestionAnsweringOutput:
         """`start_positions`, `end_positions` [batch]; ones behind the last token are ignored.
         The rest as in `LongspanModel`."""
@@ -273,8 +315,10 @@ class LongspanForQuestionAnswering(_Head):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
-        start, end = self.qa_outputs(encoded.last_hidden_state).unbind(-1)
+        hidden = self.transform(encoded.last_hidden_state)
+        start, end = self.qa_outputs(hidden).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             if cu_seqlens is not None:
@@ -310,6 +354,7 @@ class LongspanForMultipleChoice(_Head):
         labels: Tensor | None = None,
         max_global_tokens: int | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> LongspanMultipleChoiceOutput:
         """Everything is [batch, choices, tokens]; `labels` [batch] is the right choice."""
         given = input_ids if input_ids is not None else inputs_embeds
@@ -326,19 +371,23 @@ class LongspanForMultipleChoice(_Head):
             token_type_ids=_one_row_each(token_type_ids),
             position_ids=_one_row_each(position_ids),
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
-        logits = self.classifier(_states(encoded)[:, 0]).view(given.shape[:2])
+        mask = _one_row_each(attention_mask)
+        logits = self.classifier(encoded.last_hidden_state, mask, None).view(given.shape[:2])
         loss = None if labels is None else cross_entropy(logits, labels.to(logits.device))
         return LongspanMultipleChoiceOutput(logits=logits, **_kept(encoded, loss))
 
 
+def _token_transform(config: LongspanConfig) -> nn.Module:
+    """What stands before the last layer of heads that score tokens: nothing, in most families."""
+    if not config.classifier_norm:
+        return nn.Identity()
+    return Transform(config, config.hidden_size, config.classifier_act)
+
+
 def _one_row_each(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.flatten(0, 1)
-
-
-def _states(encoded: LongspanOutput) -> Tensor:
-    assert encoded.last_hidden_state is not None
-    return encoded.last_hidden_state
 
 
 def _kept(encoded: LongspanOutput, loss: Tensor | None) -> dict[str, Any]:
@@ -346,6 +395,7 @@ def _kept(encoded: LongspanOutput, loss: Tensor | None) -> dict[str, Any]:
     return {
         "loss": loss,
         "hidden_states": encoded.hidden_states,
+        "attentions": encoded.attentions,
         "global_attention_mask": encoded.global_attention_mask,
     }
 

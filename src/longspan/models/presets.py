@@ -1,20 +1,19 @@
-"""Which tokens become global when nobody says so."""
+"""Which tokens become global when nobody says so, and which did."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.utils import logging
 
+from longspan.models.inputs import readable
 from longspan.ops.window import visibility
 
 logger = logging.get_logger(__name__)
 
 PRESETS = ("none", "first", "question", "candidates")
-
-
-def readable(tensor: Tensor) -> bool:
-    """Whether its values can be looked at: not in a graph, and not at the cost of a GPU's wait."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def choose_global(
@@ -70,3 +69,54 @@ def choose_global(
     # transformers, neither of the two places is global.
     ended = (passed > 0).roll(2, dims=1) & (place - start >= 2)
     return torch.where(has_any, ended, first), None
+
+
+def warn_if_none(model: str, mask: Tensor | None) -> None:
+    """Say once that a task is about to be done without any global token, where that is known."""
+    if torch.compiler.is_compiling():
+        return
+    if mask is None or (readable(mask) and not bool(mask.any())):
+        logger.warning_once(
+            f"{model}: no token is global, so each sees its windows alone, and the scores of a "
+            "long document know nothing of its far end. Give global_attention_mask, or set "
+            "config.global_preset."
+        )
+
+
+def explain_global(
+    chosen: Any, input_ids: Tensor | None = None, tokenizer: Any = None, *, width: int = 60
+) -> str:
+    """Which tokens are global, a line for each row; with ids and a tokenizer, which words.
+
+    >>> print(longspan.explain_global(model(**inputs), inputs["input_ids"], tokenizer))
+    row 0: 5 of 812 tokens are global: 0-4 '<s>who wrote it?'
+
+    Args:
+        chosen: a model's output, or a mask [batch, tokens].
+        input_ids: [batch, tokens], or [batch, choices, tokens] as they were given.
+        width: characters of a run of tokens to be shown at most.
+    """
+    mask = chosen.get("global_attention_mask") if isinstance(chosen, Mapping) else chosen
+    if mask is None:
+        return "no token is global"
+    rows = mask.flatten(0, -2).bool()
+    ids = None if input_ids is None else input_ids.flatten(0, -2)
+    if ids is not None and ids.shape != rows.shape:
+        raise ValueError(
+            f"input_ids {tuple(ids.shape)} are not those of the mask {tuple(rows.shape)}"
+        )
+    lines = []
+    for index, row in enumerate(rows.cpu()):
+        places = row.nonzero().flatten()
+        runs = places.tensor_split((places.diff() > 1).nonzero().flatten() + 1)
+        shown = []
+        for run in runs if len(places) else ():
+            first, last = int(run[0]), int(run[-1])
+            name = str(first) if first == last else f"{first}-{last}"
+            if ids is not None and tokenizer is not None:
+                text = tokenizer.decode(ids[index, first : last + 1].tolist())
+                name += f" {text if len(text) <= width else text[: width - 3] + '...'!r}"
+            shown.append(name)
+        what = f": {', '.join(shown)}" if shown else ""
+        lines.append(f"row {index}: {len(places)} of {len(row)} tokens are global{what}")
+    return "\n".join(lines)

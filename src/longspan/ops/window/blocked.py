@@ -105,10 +105,12 @@ def _lanes(pattern: Pattern, key_heads: int) -> Iterator[_Lane]:
 class _Row:
     """One batch row: which tokens may see which, and the pieces that cover all of these pairs."""
 
-    def __init__(self, row: int, like: Tensor, seen: Visibility, pattern: Pattern, scores: int):
+    def __init__(self, row: int, like: Tensor, seen: Visibility, pattern: Pattern, fused: bool):
         self.tokens = like.shape[1]
         self.pattern = pattern
-        self.scores = scores
+        # Without the fused kernel the scores are really held, several times over.
+        self.scores = _SCORES * torch.get_num_threads() if fused else _SCORES
+        self.block_scores = _SCORES if fused else _SCORES // like.shape[2]
         # A window beyond the ends of the row is no wider than the row.
         self.left = min(pattern.left, self.tokens)
         self.right = min(pattern.right, self.tokens)
@@ -164,6 +166,9 @@ class _Row:
         block = 32 if left + right < 128 else 64  # measured; larger ones waste more corners
         length, longer = divmod(self.tokens, dilation)  # `longer` classes have one token more
         for first, end, size in ((0, longer, length + 1), (longer, dilation, length)):
+            if min(left, right) >= size - 1:
+                # Everyone sees everyone, so there are no corners to waste: as few blocks as fit.
+                block = max(block, min(size, self.block_scores // max(size, 1)))
             # Blocks whose keys all exist have one shape and are stacked, class by class.
             inner = -(-left // block) * block
             count = max(0, (size - right - inner) // block)
@@ -293,10 +298,8 @@ def _work(
     """Every piece of every batch row and lane, in the order the forward pass needs."""
     batch, _, heads, _ = query.shape
     fused = _fused(query, seed)
-    # Without the fused kernel the scores are really held, several times over.
-    scores = _SCORES * torch.get_num_threads() if fused else _SCORES
     for index in range(batch):
-        row = _Row(index, query, seen, pattern, scores)
+        row = _Row(index, query, seen, pattern, fused)
         for lane in _lanes(pattern, key_heads):
             head = torch.arange(heads, device=query.device)[lane.queries]
             for piece in row.pieces(lane.dilation, len(head)):

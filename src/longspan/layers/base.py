@@ -1,0 +1,31 @@
+"""What a model asks of an attention layer."""
+
+from torch import Tensor, nn
+
+from longspan.ops.window import Visibility
+from longspan.ops.window.maps import AttentionMap
+
+
+class AttentionLayer(nn.Module):
+    """[batch, tokens, dim] -> [batch, tokens, dim], before the output projection.
+
+    A layer is called with hidden states and, by keyword, what the model made of its input once for
+    all layers: `seen` (padding, documents, global tokens), `positions` of the global tokens
+    [batch, g] if any layer asked for them, and `position_ids` [batch, tokens], where each token
+    stands in its document.
+    """
+
+    needs_positions = False  # of the global tokens; a compiled model must know how many there are
+
+    def map(
+        self,
+        hidden: Tensor,
+        *,
+        seen: Visibility,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> AttentionMap:
+        """The attention weights of a call, without n x n memory."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no attention map: call the model without output_attentions"
+        )

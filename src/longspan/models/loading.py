@@ -1,0 +1,37 @@
+"""Weights from a checkpoint: safetensors only, whole, and complete."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+
+def load_weights(
+    load: Any, source: str | Path, *arguments: Any, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """(model, loading info) from a `from_pretrained`, with its failures put in plain words."""
+    options |= {"use_safetensors": True, "output_loading_info": True}
+    try:
+        return load(source, *arguments, **options)
+    except OSError as error:
+        folder = Path(source)
+        if folder.is_dir() and not any(folder.rglob("*.safetensors")):
+            found = [path.name for path in folder.glob("*.bin")] or "no weights"
+            raise ValueError(
+                f"{source} has no safetensors, but {found}. Pickled weights can run code when "
+                "they are loaded, so they never are: have their owner save them as safetensors"
+            ) from error
+        raise
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {source} are damaged or cut off: {error}") from error
+
+
+def refuse_missing(source: str | Path, name: str, missing: Iterable[str]) -> None:
+    """Raise if any are: transformers would go on with random numbers in their place."""
+    lost = sorted(missing)
+    if lost:
+        raise ValueError(
+            f"{source} calls itself {name}, but lacks {len(lost)} of its weights, among them "
+            f"{lost[:4]}"
+        )

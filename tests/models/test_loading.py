@@ -1,0 +1,86 @@
+"""Checkpoints of ours that are not what they should be."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models.small import build
+from safetensors.torch import load_file, save_file
+
+from longspan import LongspanForMaskedLM, LongspanForTokenClassification, LongspanModel
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    build("ForMaskedLM").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_a_file_cut_off(saved):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    for load in (LongspanForMaskedLM, transformers.AutoModelForMaskedLM):
+        with pytest.raises(ValueError, match="damaged or cut off"):
+            load.from_pretrained(saved)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        LongspanForMaskedLM.from_pretrained(saved)
+
+
+def test_weights_that_are_missing(saved):
+    rewrite(saved, lambda weights: weights.pop("encoder.layers.1.down.weight"))
+    for load in (LongspanForMaskedLM, transformers.AutoModelForMaskedLM, LongspanModel):
+        with pytest.raises(ValueError, match=r"lacks 1 of its weights.*layers.1.down.weight"):
+            load.from_pretrained(saved)
+
+
+def test_weights_that_are_left_over(saved):
+    """Named, not refused: what one model leaves over is another's head."""
+    rewrite(saved, lambda weights: weights.update(surplus=torch.ones(2)))
+    model, info = LongspanForMaskedLM.from_pretrained(saved, output_loading_info=True)
+    assert isinstance(model, LongspanForMaskedLM)
+    assert list(info["unexpected_keys"]) == ["surplus"]
+
+
+def test_weights_of_another_size(saved):
+    def shrink(weights):
+        weights["encoder.layers.0.up.weight"] = weights["encoder.layers.0.up.weight"][:9].clone()
+
+    rewrite(saved, shrink)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight|mismatch"):
+        LongspanForMaskedLM.from_pretrained(saved)
+
+
+def test_a_new_head_and_a_missing_pooler_are_fine(saved):
+    _, info = LongspanForTokenClassification.from_pretrained(saved, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert isinstance(LongspanModel.from_pretrained(saved), LongspanModel)
+
+
+class Trap:
+    """Unpickling this leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_is_never_loaded(saved):
+    (saved / "model.safetensors").unlink()
+    torch.save({"weight": Trap(saved / "sprung")}, saved / "pytorch_model.bin")
+    for load in (LongspanForMaskedLM, transformers.AutoModelForMaskedLM):
+        with pytest.raises(ValueError, match=r"no safetensors, but \['pytorch_model.bin'\]"):
+            load.from_pretrained(saved)
+    with pytest.raises(ValueError, match="pickled weights can run code"):
+        LongspanForMaskedLM.from_pretrained(saved, use_safetensors=False)
+    assert not (saved / "sprung").exists()
