@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         pad,
         unpad,
     )
+    from longspan.tasks.embed import embed, embed_query
 
 __version__ = "0.1.0.dev0"
 
@@ -37,6 +38,8 @@ __all__ = [
     "LongspanModel",
     "__version__",
     "convert",
+    "embed",
+    "embed_query",
     "global_attention",
     "is_patched",
     "pad",
@@ -64,6 +67,8 @@ _LAZY = {
     "LongspanModel": "longspan.models",
     "pad": "longspan.models",
     "unpad": "longspan.models",
+    "embed": "longspan.tasks.embed",
+    "embed_query": "longspan.tasks.embed",
 }
 
 
