@@ -7,7 +7,8 @@ import torch
 from models.small import short_sizes, spread
 from transformers import BertConfig, BertModel, BertTokenizer
 
-WORDS = "the a cat dog river house garden is was opens floods sleeps in on of and why when".split()
+NOUNS = ["cat", "dog", "river", "house", "garden"]
+WORDS = [*NOUNS, "the", "a", "is", "was", "opens", "floods", "sleeps", "in", "and", "why", "when"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -32,6 +33,6 @@ def story(sentences: int) -> str:
     """Paragraphs that differ, with white space of several kinds between and inside them."""
     made = []
     for index in range(sentences):
-        word, other = WORDS[2 + index % 5], WORDS[2 + (index // 5) % 5]
+        word, other = NOUNS[index % 5], NOUNS[index // 5 % 5]
         made.append(f"The {word} is\nin the {other}  and Opens.")
     return "\n\n".join(made) + " \n"

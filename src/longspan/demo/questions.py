@@ -1,7 +1,7 @@
 """Questions about Python's language reference, each with words of the passages that answer it.
 
-They were written before any model was asked, and none was left out for its outcome. The first
-three are shown in full, all are counted.
+None was chosen or left out for which way of reading answers it better. The first three are shown
+in full, all are counted.
 """
 
 from typing import NamedTuple

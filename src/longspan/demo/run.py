@@ -18,7 +18,7 @@ from longspan.demo.questions import Question
 from longspan.hub.checkpoint import Parity, parity
 from longspan.hub.convert import convert, load, to_transformers
 from longspan.models import LongspanModel
-from longspan.tasks.embed import Passages, embed_query, paragraphs, read
+from longspan.tasks.embed import Passages, embed_query, longest, paragraphs, read
 
 SHOWN_PASSAGES = 3
 _PIECES_AT_A_TIME = 8
@@ -172,7 +172,8 @@ def _parity(
         replace(row, what=f"BertModel, {row.what}")
         for row in parity(short, long, tokenizer=tokenizer, texts=[question, document])
     ]
-    ids = torch.tensor([tokenizer(document, verbose=False)["input_ids"][:_BEYOND]])
+    beyond = min(_BEYOND, longest(long))
+    ids = torch.tensor([tokenizer(document, verbose=False)["input_ids"][:beyond]])
     pair = [model(ids).last_hidden_state for model in (to_transformers(long), long)]
     difference = (pair[0] - pair[1]).abs().max().item()
     what = "Longformer, the document's beginning"
