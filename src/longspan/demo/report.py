@@ -89,12 +89,12 @@ def counted(found: Findings) -> list[Asked]:
     return [a for a in found.asked if a.long.rank is not None and a.pieces.rank is not None]
 
 
-def counts(found: Findings) -> list[tuple[str, int, int, int]]:
-    """(way of reading, answers ranked first, among three, among ten)."""
+def counts(found: Findings) -> list[tuple[str, list[int]]]:
+    """(way of reading, answers ranked first, among three and among ten)."""
     long = [asked.long for asked in counted(found)]
     pieces = [asked.pieces for asked in counted(found)]
     return [
-        (way, *(sum(answer.has_it(most) for answer in answers) for most in (1, 3, 10)))
+        (way, [sum(answer.has_it(most) for answer in answers) for most in (1, 3, 10)])
         for way, answers in (
             (f"passes of {found.length:,}", long),
             (f"pieces of {found.piece:,}", pieces),
@@ -137,7 +137,7 @@ def summary(found: Findings) -> list[str]:
 
 def notes(found: Findings) -> list[str]:
     made = [
-        f"Each pass was measured once, in a process of its own with {found.threads} threads, in "
+        f"Each was measured once or, if short, twice, in a process of its own with {found.threads} threads, in "
         "float32, on the document's first tokens"
         + (", which were repeated to make up the length." if found.repeated else "."),
         "The Longformer has the same weights and gives the same outputs; dense BERT has the "
@@ -220,7 +220,7 @@ def _count_table(found: Findings) -> Table:
     table.add_column("reading in")
     for name in ("first", "among three", "among ten"):
         table.add_column(name, justify="right")
-    for way, *numbers in counts(found):
+    for way, numbers in counts(found):
         table.add_row(way, *map(str, numbers))
     return table
 
