@@ -137,8 +137,8 @@ def summary(found: Findings) -> list[str]:
 
 def notes(found: Findings) -> list[str]:
     made = [
-        f"Each was measured once or, if short, twice, in a process of its own with {found.threads} threads, in "
-        "float32, on the document's first tokens"
+        "Each was measured once or, if short, twice, in a process of its own with "
+        f"{found.threads} threads, in float32, on the document's first tokens"
         + (", which were repeated to make up the length." if found.repeated else "."),
         "The Longformer has the same weights and gives the same outputs; dense BERT has the "
         "positions repeated and gives others; pieces have no context beyond themselves.",
