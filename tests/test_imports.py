@@ -22,8 +22,11 @@ MAY_IMPORT = {
     "machine": set(),
     "doctor": {"machine", "ops"},
     "bench": {"machine", "hub", "models", "layers", "ops"},
-    "cli": {"doctor", "bench", "hub"},
-    "__init__": {"ops", "models", "hub", "registration"},
+    "tasks": {"models"},
+    "analyze": {"bench", "models", "ops"},
+    "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
+    "cli": {"doctor", "bench", "hub", "demo", "machine"},
+    "__init__": {"ops", "models", "hub", "tasks", "registration"},
 }
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         pad,
         unpad,
     )
+    from longspan.tasks.embed import embed, embed_query
 
 __version__ = "0.1.0.dev0"
 
@@ -38,6 +39,8 @@ __all__ = [
     "LongspanModel",
     "__version__",
     "convert",
+    "embed",
+    "embed_query",
     "explain_global",
     "global_attention",
     "is_patched",
@@ -67,6 +70,8 @@ _LAZY = {
     "explain_global": "longspan.models",
     "pad": "longspan.models",
     "unpad": "longspan.models",
+    "embed": "longspan.tasks.embed",
+    "embed_query": "longspan.tasks.embed",
 }
 
 

@@ -12,7 +12,7 @@ app = typer.Typer(
     name="longspan",
     help="Transformers that read whole documents.\n\n"
     "Start with [bold]longspan doctor[/]: it says what can run here. "
-    "Then [bold]longspan bench attention --quick[/] measures it.",
+    "Then [bold]longspan demo[/] shows what it is for.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
@@ -106,6 +106,79 @@ def convert(
         raise typer.BadParameter(str(error)) from None
     show(made, console)
     console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def demo(
+    document: Annotated[
+        Path | None,
+        typer.Option(help="A text file in UTF-8; Python's language reference by default."),
+    ] = None,
+    ask: Annotated[
+        list[str] | None,
+        typer.Option(help="A question about it; may be given several times."),
+    ] = None,
+    length: Annotated[
+        int, typer.Option(min=512, help="Tokens read at a time: positions of the long model.")
+    ] = 16_384,
+    window: Annotated[
+        int, typer.Option(min=2, help="Tokens each token sees around it, half on each side.")
+    ] = 512,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder or hub name of another BERT for sentences; "
+            "all-MiniLM-L6-v2 from its package by default."
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the page, demo.html.")
+    ] = Path("build/demo"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure time and memory up to 2,048 tokens only.")
+    ] = False,
+) -> None:
+    """Make a short model long, read a whole document with it and answer questions about it.
+
+    Answers are passages of the document, found by embedding each in its context; beside them
+    stands what reading in 512-token pieces finds. Then time and memory against transformers.
+    Prints it all and writes one page with the figures. Runs on the CPU, in a few minutes.
+
+    [bold]longspan demo[/] reads Python's language reference and asks built-in questions;
+    [bold]longspan demo --document contract.txt --ask "Who may terminate it?"[/] reads yours.
+    """
+    from transformers.utils import logging
+
+    from longspan.demo import report
+    from longspan.demo.questions import BUILT_IN, Question
+    from longspan.demo.run import run
+    from longspan.demo.source import language_reference, packaged_checkpoint, read_document
+    from longspan.machine import cpu_count
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    console = _console()
+    if document is not None and not ask:
+        raise typer.BadParameter('--document needs a question about it: --ask "..."')
+    try:
+        text = language_reference() if document is None else read_document(document)
+        found = run(
+            model or packaged_checkpoint(),
+            text,
+            [Question(one) for one in ask] if ask else BUILT_IN,
+            title="Python's language reference" if document is None else document.name,
+            model_name=model or "all-MiniLM-L6-v2",
+            length=length,
+            window=window,
+            lengths=sorted({n for n in (1024, 4096, length) if n <= (2048 if quick else length)}),
+            threads=cpu_count(),
+            console=console,
+        )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    report.show(found, console)
+    report.write_page(found, output / "demo.html")
+    console.print(f"wrote {output / 'demo.html'}", soft_wrap=True, highlight=False)
 
 
 # The options that the benchmarks share.

@@ -4,10 +4,12 @@ torch counts no peak for CPU tensors, so the operating system has to: the proces
 resident set during the pass, less what was resident just before it.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib.util
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -69,3 +71,15 @@ def _resident(field: str) -> int:
     # Only a peak is to be had here: growth then counts from the largest set so far.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def growth(run: Callable[[], object]) -> float:
+    """MiB by which `run()` makes this process grow at its peak."""
+    _give_back()
+    # Linux forgets the peak so far, such as that of building a model. Elsewhere it would hide
+    # what stays below it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    run()
+    return max(0.0, (_resident("VmHWM") - before) / _MIB)

@@ -1,0 +1,1 @@
+"""Looking at models: the data first, then the picture of it."""

@@ -1,0 +1,1 @@
+"""The demo: a short model made long reads a document and answers questions about it."""

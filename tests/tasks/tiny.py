@@ -1,0 +1,38 @@
+"""A tiny sentence encoder with its tokenizer, made on the spot."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from models.small import short_sizes, spread
+from transformers import BertConfig, BertModel, BertTokenizer
+
+NOUNS = ["cat", "dog", "river", "house", "garden"]
+WORDS = [*NOUNS, "the", "a", "is", "was", "opens", "floods", "sleeps", "in", "and", "why", "when"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def tiny_checkpoint(folder: Path, positions: int = 24) -> Path:
+    """A BertModel of `positions` positions and its tokenizer, saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = [*SPECIAL, *WORDS, ".", "?", *"abcdefghijklmnopqrstuvwxyz"]
+    torch.manual_seed(0)
+    sizes = short_sizes(vocab_size=len(vocabulary), max_position_embeddings=positions)
+    spread(BertModel(BertConfig(**sizes), add_pooling_layer=False)).save_pretrained(folder)
+    words = {word: index for index, word in enumerate(dict.fromkeys(vocabulary))}
+    BertTokenizer(vocab=words, model_max_length=positions).save_pretrained(folder)
+    return folder
+
+
+def load_tiny(folder: Path) -> tuple[Any, Any]:
+    model = BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    return model, BertTokenizer.from_pretrained(folder)
+
+
+def story(sentences: int) -> str:
+    """Paragraphs that differ, with white space of several kinds between and inside them."""
+    made = []
+    for index in range(sentences):
+        word, other = NOUNS[index % 5], NOUNS[index // 5 % 5]
+        made.append(f"The {word} is\nin the {other}  and Opens.")
+    return "\n\n".join(made) + " \n"
