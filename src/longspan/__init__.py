@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from longspan.hub.patch import is_patched, patch, unpatch
     from longspan.models import (
         LongspanConfig,
+        LongspanDecoderConfig,
+        LongspanForCausalLM,
         LongspanForMaskedLM,
         LongspanForMultipleChoice,
         LongspanForQuestionAnswering,
         LongspanForSequenceClassification,
         LongspanForTokenClassification,
         LongspanModel,
+        Sampler,
         pad,
         unpad,
     )
@@ -29,12 +32,15 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "LongspanConfig",
+    "LongspanDecoderConfig",
+    "LongspanForCausalLM",
     "LongspanForMaskedLM",
     "LongspanForMultipleChoice",
     "LongspanForQuestionAnswering",
     "LongspanForSequenceClassification",
     "LongspanForTokenClassification",
     "LongspanModel",
+    "Sampler",
     "__version__",
     "convert",
     "global_attention",
@@ -56,12 +62,15 @@ _LAZY = {
     "patch": "longspan.hub.patch",
     "unpatch": "longspan.hub.patch",
     "LongspanConfig": "longspan.models",
+    "LongspanDecoderConfig": "longspan.models",
+    "LongspanForCausalLM": "longspan.models",
     "LongspanForMaskedLM": "longspan.models",
     "LongspanForMultipleChoice": "longspan.models",
     "LongspanForQuestionAnswering": "longspan.models",
     "LongspanForSequenceClassification": "longspan.models",
     "LongspanForTokenClassification": "longspan.models",
     "LongspanModel": "longspan.models",
+    "Sampler": "longspan.models",
     "pad": "longspan.models",
     "unpad": "longspan.models",
 }

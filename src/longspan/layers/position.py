@@ -28,3 +28,24 @@ def tile_positions(table: Tensor, reserved: int, length: int) -> Tensor:
         )
     copies = -(-length // trained.shape[0])
     return torch.cat([table[:reserved], trained.repeat(copies, 1)[:length]])
+
+
+def rotary_tables(
+    n: int, dim: int, base: float = 10000.0, first: int = 0, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [n, dim / 2] of the angles by which tokens first, first + 1 ... turn.
+
+    Angles are computed in float64: in a long text, float32 would blur neighbouring positions.
+    """
+    rate = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
+    rate = torch.exp(rate * (-math.log(base) / dim))
+    place = torch.arange(n, device=device, dtype=torch.float64) + first
+    angle = place[:, None] * rate
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[batch, n, heads, dim] turned by position: each pair (i, i + dim / 2) by its own angle."""
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    one, two = x.chunk(2, dim=-1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
