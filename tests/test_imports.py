@@ -18,11 +18,15 @@ MAY_IMPORT = {
     "layers": {"ops"},
     "models": {"layers", "ops"},
     "hub": {"models", "layers", "ops"},
+    "data": set(),
+    "train": {"data"},
+    "tasks": {"train", "data", "models"},
+    "recipes": {"train", "data"},
     "registration": {"models"},
     "machine": set(),
     "doctor": {"machine", "ops"},
     "bench": {"machine", "layers", "ops"},
-    "cli": {"doctor", "bench", "hub"},
+    "cli": {"doctor", "bench", "hub", "recipes", "tasks", "train", "data", "models"},
     "__init__": {"ops", "models", "hub", "registration"},
 }
 

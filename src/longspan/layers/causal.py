@@ -36,6 +36,7 @@ class Cache(NamedTuple):
     def join(cache: "Cache | None", key: Tensor, value: Tensor) -> "Cache":
         if cache is None:
             return Cache(key, value)
+        cache = Cache(cache.key.to(key.dtype), cache.value.to(value.dtype))
         return Cache(torch.cat((cache.key, key), 1), torch.cat((cache.value, value), 1))
 
     def last(self, count: int | None) -> "Cache":

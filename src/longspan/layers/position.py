@@ -46,6 +46,7 @@ def rotary_tables(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[batch, n, heads, dim] turned by position: each pair (i, i + dim / 2) by its own angle."""
-    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
-    one, two = x.chunk(2, dim=-1)
-    return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
+    one, two = x.to(wide).chunk(2, dim=-1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Examples into batches, heads with their losses, and measures of success."""
