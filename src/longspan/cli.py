@@ -149,6 +149,8 @@ def train(
     [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data. Several GPUs:
     [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
     """
+    from os import environ
+
     from transformers.utils import logging
 
     from longspan.recipes import find
@@ -158,7 +160,8 @@ def train(
     from longspan.train.recipe import change, parse
 
     logging.disable_progress_bar()
-    console = _console()
+    main = environ.get("RANK", "0") == "0"  # of several processes, one speaks
+    console = _console() if main else Console(quiet=True)
     run = output or Path("runs") / recipe
     try:
         settings = parse(setting or [])

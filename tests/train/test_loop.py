@@ -115,6 +115,31 @@ def test_killed_it_goes_on(tmp_path):
     assert sorted(losses(run)) == list(range(1, 69))
 
 
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path):
+    """Each takes half of every batch, memories included; together they are one run."""
+    data = tmp_path / "text"
+    data.write_bytes(TEXT.tobytes())
+    command = ["-m", "longspan.cli", "train", "compressive-enwik8", "--shrink"]
+    command += ["--data", str(data), "--set", "model.hidden_dropout_prob=0.0"]
+    command += ["--set", "model.attention_probs_dropout_prob=0.0"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, start in (("one", []), ("two", launch)):
+        subprocess.run(
+            [sys.executable, *start, *command, "--output", str(tmp_path / name)],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        )
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one == pytest.approx(two, rel=1e-4)
+    folder = checkpoint.find(tmp_path / "two")
+    assert folder is not None
+    rows = [checkpoint.load_tensors(folder / f"state-{n}.safetensors") for n in range(2)]
+    assert rows[0]["0/1"].shape == rows[1]["0/1"].shape
+    assert not torch.equal(rows[0]["0/1"], rows[1]["0/1"])
+
+
 def _steps(run: Path) -> list[str]:
     path = run / "metrics.jsonl"
     return path.read_text().splitlines() if path.exists() else []

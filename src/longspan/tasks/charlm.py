@@ -153,6 +153,8 @@ def _check(recipe: Recipe) -> None:
     for name in ("accumulate", "log_every"):
         if getattr(recipe, name) < 1:
             raise ValueError(f"{name}={getattr(recipe, name)} must be at least 1")
+    if recipe.seed < 0:
+        raise ValueError(f"seed={recipe.seed} must not be negative")
     if not recipe.phases:
         raise ValueError("phases: there must be at least one")
     for number, phase in enumerate(recipe.phases):

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_EVERYWHERE = StateDictOptions(full_state_dict=True)
+_TO_MAIN = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -78,9 +79,10 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """What the optimisers remember, by parameter; whole, also where it is spread over devices.
 
-    Learning rates and the like are not in it: they follow from the recipe and the step.
+    All processes call it, the main one gets it. Learning rates and the like are not in it: they
+    follow from the recipe and the step.
     """
-    state: Any = get_optimizer_state_dict(model, optimizers, options=_WHOLE)["state"]
+    state: Any = get_optimizer_state_dict(model, optimizers, options=_TO_MAIN).get("state", {})
     return {
         f"{parameter}/{name}": value.detach().clone().contiguous()
         for parameter, values in state.items()
@@ -95,9 +97,9 @@ def load_optimizers(
     for key, value in load_file(folder / "optimizer.safetensors").items():
         parameter, name = key.rsplit("/", 1)
         state.setdefault(parameter, {})[name] = value
-    whole: Any = get_optimizer_state_dict(model, optimizers, options=_WHOLE)
+    whole: Any = get_optimizer_state_dict(model, optimizers, options=_EVERYWHERE)
     whole["state"] = state
-    set_optimizer_state_dict(model, optimizers, whole, options=_WHOLE)
+    set_optimizer_state_dict(model, optimizers, whole, options=_EVERYWHERE)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

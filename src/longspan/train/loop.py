@@ -13,10 +13,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, TorchDynamoPlugin
 from rich.console import Console
 from safetensors.torch import load_model
 
@@ -37,17 +38,23 @@ def train(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Carry out a recipe in the folder `run`; returns the last evaluation."""
-    last = _prepare_folder(recipe, run, resume)
     AcceleratorState._reset_state()  # an earlier run in this process may have had other settings
     accelerator = Accelerator(
         mixed_precision=recipe.precision,
-        dynamo_backend=DynamoBackend.INDUCTOR if recipe.compile else None,
+        # Each phase has its own length: compile for it, not for any length.
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=False)  # pyright: ignore
+        if recipe.compile
+        else None,
     )
     main = accelerator.is_main_process
     console = console or Console()
     shares = _shares(recipe, accelerator)
     if recipe.optimizer.kind == "muon" and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError("Muon needs whole matrices and FSDP splits them; use adamw, or DDP")
+    if main:
+        _prepare_folder(recipe, run, resume)
+    accelerator.wait_for_everyone()
+    last = checkpoint.find(run)
 
     torch.manual_seed(recipe.seed)
     plain = task.build()
@@ -58,12 +65,14 @@ def train(
     optimizers = build_optimizers(plain, recipe.optimizer)
     model, *prepared = accelerator.prepare(plain, *optimizers)
     optimizers = [wrapped.optimizer for wrapped in prepared]
+    # Only FSDP changes what the weights are; else the model itself still has them all.
+    owner = model if accelerator.distributed_type == DistributedType.FSDP else plain
     states: list[Any] = [None] * recipe.accumulate
     begin, best, seconds = 0, None, 0.0
     if last is not None:
         known = checkpoint.progress(last)
         begin, best, seconds = known["step"], known["best"], known["seconds"]
-        checkpoint.load_optimizers(last, model, optimizers)
+        checkpoint.load_optimizers(last, owner, optimizers)
         states = _load_states(task, plain, last, accelerator, recipe.accumulate)
 
     metrics = Metrics(run, begin) if main else None
@@ -79,7 +88,7 @@ def train(
                 task.enter(plain, phase)
                 model.train()
             # Dropout of a step is the same whether or not the run was interrupted before it.
-            torch.manual_seed(hash((recipe.seed, step, accelerator.process_index)) % 2**63)
+            torch.manual_seed(_seed(recipe.seed, step, accelerator.process_index))
             rate = learning_rate(recipe, step)
             set_learning_rate(optimizers, rate)
             for part, rows in enumerate(shares[number]):
@@ -140,16 +149,18 @@ def train(
                 if metrics is not None:
                     metrics.add({"step": done, "split": "valid", **found})
                 bar.say(f"step {done}: valid {found['bits_per_character']:.4f} bits per character")
-            if _due(recipe.sample_every, done) and metrics is not None:
+            samples = _due(recipe.sample_every, done)
+            if samples:
                 with accelerator.autocast():
-                    text = task.sample(plain)
+                    text = task.sample(plain)  # by every process: sharded weights need them all
                 model.train()
-                metrics.add_sample(done, text)
+                if metrics is not None:
+                    metrics.add_sample(done, text)
                 bar.say(text)
             if saves:
                 known = {"step": done, "best": best, "seconds": time.monotonic() - started}
-                _save(task, run, known, accelerator, model, optimizers, states)
-            if evaluates or saves:
+                _save(task, run, known, accelerator, owner, optimizers, states)
+            if saves or samples:
                 since = time.monotonic()  # the speed is that of training alone
     if metrics is not None:
         metrics.close()
@@ -161,8 +172,12 @@ def _due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> Path | None:
-    """The checkpoint to go on from. A folder with another run in it is refused."""
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> None:
+    """Write the recipe down; a folder with another run in it is refused."""
     path = run / "recipe.json"
     wanted = json.loads(json.dumps(recipe.to_dict()))
     if path.exists():
@@ -177,12 +192,11 @@ def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> Path | None:
                 f"{run} was begun with other settings ({', '.join(differing)}): resume it with "
                 "the same ones, or name another folder"
             )
-        return checkpoint.find(run)
+        return
     if resume:
         raise ValueError(f"{run} holds no run to resume")
     run.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json(path, wanted)
-    return None
 
 
 def _shares(recipe: Recipe, accelerator: Accelerator) -> list[list[range]]:
@@ -212,15 +226,15 @@ def _save(
     run: Path,
     known: dict[str, Any],
     accelerator: Accelerator,
-    model: Any,
+    owner: Any,
     optimizers: list[torch.optim.Optimizer],
     states: list[Any],
 ) -> None:
     folder = checkpoint.folder_of(run, known["step"])
     temporary = checkpoint.unfinished(folder)
     temporary.mkdir(parents=True, exist_ok=True)
-    weights = accelerator.get_state_dict(model)
-    moments = checkpoint.optimizer_tensors(model, optimizers)
+    weights = accelerator.get_state_dict(owner)
+    moments = checkpoint.optimizer_tensors(owner, optimizers)
     packed = {
         f"{part}/{name}": tensor
         for part, state in enumerate(states)
@@ -230,7 +244,7 @@ def _save(
     checkpoint.save_tensors(temporary / f"state-{accelerator.process_index}.safetensors", packed)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+        plain = accelerator.unwrap_model(owner, keep_torch_compile=False)
         plain.save_pretrained(temporary, state_dict=weights)
         checkpoint.save_tensors(temporary / "optimizer.safetensors", moments)
         keep = {known["step"]} | ({known["best"]["step"]} if known["best"] else set())
