@@ -193,6 +193,19 @@ def test_windows_can_be_set():
         model("xl").set_windows([1, 2])
 
 
+@pytest.mark.parametrize("kind", ["window", "relative", "xl"])
+def test_it_is_one_graph(kind):
+    """Compiled without a break, state and all, and to the same numbers."""
+    torch._dynamo.reset()
+    made = model(kind)
+    compiled: Any = torch.compile(made, backend="aot_eager", fullgraph=True)
+    plain, found = None, None
+    for piece in ids().split(15, 1):
+        plain = made(piece, state=plain and plain.state, keep_state=True)
+        found = compiled(piece, state=found and found.state, keep_state=True)
+        torch.testing.assert_close(found.logits, plain.logits)
+
+
 def test_the_published_sizes():
     """41 million parameters: 12 layers of 512 with relative positions."""
     with torch.device("meta"):
