@@ -201,6 +201,8 @@ def evaluate(
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Bits per character of a run, measured as its recipe says, with much before every byte."""
+    from torch import autocast, bfloat16
+
     from longspan.tasks.bits import by_document
     from longspan.tasks.charlm import CharLM
     from longspan.train.recipe import change, parse
@@ -215,17 +217,21 @@ def evaluate(
         recipe = change(recipe, settings)
         task = CharLM(recipe)
         model = _load_model(folder)
-        if documents:
-            text = getattr(task.corpus, split)[: limit or None]
-            found = by_document(model, text, length=recipe.evaluation.length)
-            for number, (size, value) in enumerate(found):
-                console.print(f"document {number}: {size:,} bytes, {value:.4f} bits per character")
-            value = sum(size * value for size, value in found) / sum(size for size, _ in found)
-        else:
-            with console.status(f"reading {split} ..."):
+        half = autocast(model.device.type, bfloat16, enabled=recipe.precision == "bf16")
+        with console.status(f"reading {split} ..."), half:
+            if documents:
+                text = getattr(task.corpus, split)[: limit or None]
+                found = by_document(model, text, length=recipe.evaluation.length)
+                value = sum(size * value for size, value in found) / sum(size for size, _ in found)
+            else:
+                found = []
                 value = task.evaluate(model, split, limit)["bits_per_character"]
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
+    for number, (size, own) in enumerate(found):
+        console.print(
+            f"document {number}: {size:,} bytes, {own:.4f} bits per character", highlight=False
+        )
     console.print(f"{folder.name}, {split}: {value:.4f} bits per character", highlight=False)
 
 

@@ -18,8 +18,8 @@ def tiny() -> Recipe:
         },
         data=Source("python"),
         phases=(
-            Phase(steps=140, length=256, batch=16, learning_rate=6e-3, warmup=15),
-            Phase(steps=60, length=1024, batch=4, learning_rate=4e-3, warmup=3),
+            Phase(steps=140, length=256, batch=16, learning_rate=1.5e-2, warmup=15),
+            Phase(steps=60, length=1024, batch=4, learning_rate=8e-3, warmup=3),
         ),
         optimizer=Optimizer(
             "muon", betas=(0.9, 0.95), weight_decay=0.05, clip=1.0, schedule="linear", final=0.1

@@ -29,19 +29,23 @@ _EVERYWHERE = StateDictOptions(full_state_dict=True)
 _TO_MAIN = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
+def write_text(path: Path, content: str) -> None:
+    """The whole file or none of it."""
+    unfinished(path).write_text(content, encoding="utf8")
+    os.replace(unfinished(path), path)
+
+
 def write_json(path: Path, content: Any) -> None:
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
-    os.replace(unfinished, path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def folder_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def unfinished(folder: Path) -> Path:
-    """Where a checkpoint is written before it takes its name."""
-    return folder.with_name(folder.name + ".tmp")
+def unfinished(path: Path) -> Path:
+    """Where something is written before it takes its name."""
+    return path.with_name(path.name + ".tmp")
 
 
 def finish(folder: Path, progress: Mapping[str, Any], keep: set[int]) -> None:
@@ -53,7 +57,7 @@ def finish(folder: Path, progress: Mapping[str, Any], keep: set[int]) -> None:
         shutil.rmtree(folder)  # of an earlier attempt at this step
     os.replace(unfinished(folder), folder)
     _flush(folder.parent)
-    for other in folder.parent.iterdir():
+    for other in folder.parent.glob("step-*"):
         if other.suffix == ".tmp" or int(other.name.removeprefix("step-")) not in keep:
             shutil.rmtree(other)
 

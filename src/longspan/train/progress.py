@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from longspan.train.checkpoint import write_text
 from longspan.train.recipe import Recipe
 
 
@@ -29,7 +30,7 @@ class Metrics:
         self._metrics, self._samples = run / "metrics.jsonl", run / "samples.jsonl"
         for path in (self._metrics, self._samples):
             kept = [line for line in _lines(path) if json.loads(line)["step"] <= begin]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf8")
+            write_text(path, "".join(line + "\n" for line in kept))
         self._board = _tensorboard(run, begin)
 
     def add(self, entry: dict[str, Any]) -> None:
