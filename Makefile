@@ -38,8 +38,9 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## the whole benchmark on the best device here; resumes when interrupted
+bench: $(INSTALLED) ## all benchmarks on the best device here; resumes when interrupted
 	$(BIN)/longspan bench attention --output $(BENCH_DIR) $(BENCH_ARGS)
+	$(BIN)/longspan bench models --output $(BENCH_DIR) $(BENCH_ARGS)
 
 docs: $(INSTALLED) ## run every Python snippet of the documentation and check its links
 	$(BIN)/python -m pytest tests/test_docs.py -v

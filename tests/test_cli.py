@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 import longspan
 from longspan.bench import run as bench_run
-from longspan.bench.cases import Case, Pass
-from longspan.bench.measure import Point
+from longspan.bench.benchmark import Case, Contender, Pass, Point
 from longspan.cli import app
 from longspan.ops.window import BACKENDS
 
@@ -55,6 +54,19 @@ def test_quick_bench_writes_points_and_figures(tmp_path: Path) -> None:
         assert (tmp_path / f"attention-cpu{ending}").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_quick_bench_of_models(tmp_path: Path) -> None:
+    """Really measured, on one of the quick suite's batches."""
+    arguments = ("bench", "models", "--quick", "--device", "cpu", "--lengths", "512")
+    output = invoke(*arguments, "--output", str(tmp_path))
+    content = json.loads((tmp_path / "models-cpu.json").read_text())
+    assert "failed" not in output
+    assert "tokens/s" in output
+    assert content["benchmark"] == "models"
+    assert len(content["points"]) == 10  # five contenders, two passes
+    assert all(p["ms"] > 0 and p["mib"] > 0 for p in content["points"])
+
+
 class FakeMeasure:
     """Stands in for the clock: counts points, and can be interrupted before one of them."""
 
@@ -62,8 +74,9 @@ class FakeMeasure:
         self.measured: list[tuple[int, str, str]] = []
         self.stop_before = stop_before
 
-    def __call__(self, case: Case, kind: Pass, contenders: list[str], settings: Any):
-        for name in contenders:
+    def __call__(self, case: Case, kind: Pass, contenders: list[Contender], settings: Any):
+        for contender in contenders:
+            name = contender.name
             if len(self.measured) == self.stop_before:
                 raise KeyboardInterrupt
             self.measured.append((case.tokens, kind, name))
@@ -103,13 +116,14 @@ def test_other_settings_start_over(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(fake.measured) == 12
 
 
-def test_report_redraws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["attention", "models"])
+def test_report_redraws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_run, "measure", FakeMeasure())
-    invoke("bench", "attention", "--quick", "--device", "cpu", "--output", str(tmp_path))
-    figure = tmp_path / "attention-cpu.svg"
+    invoke("bench", name, "--quick", "--device", "cpu", "--output", str(tmp_path))
+    figure = tmp_path / f"{name}-cpu.svg"
     before = figure.read_bytes()
     figure.unlink()
-    output = invoke("bench", "report", str(tmp_path / "attention-cpu.json"))
+    output = invoke("bench", "report", str(tmp_path / f"{name}-cpu.json"))
     assert "Targets" in output
     assert figure.read_bytes() == before
 

@@ -1,16 +1,13 @@
 """The `longspan` command. Everything slow is imported by the command that needs it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 import longspan
-
-if TYPE_CHECKING:
-    from longspan.models import LongspanForCausalLM
-    from longspan.train.recipe import Recipe
+from longspan.cli_train import commands
 
 app = typer.Typer(
     name="longspan",
@@ -27,6 +24,7 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(commands)
 
 
 def _version(wanted: bool) -> None:
@@ -111,216 +109,36 @@ def convert(
     console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
 
 
-@app.command()
-def recipes() -> None:
-    """List the recipes that [bold]longspan train[/] knows."""
-    from rich.table import Table
-
-    from longspan.recipes import RECIPES, summary
-
-    table = Table("recipe", "what it is", box=None, pad_edge=False)
-    for name in RECIPES:
-        table.add_row(name, summary(name))
-    _console().print(table)
-
-
-@app.command()
-def train(
-    recipe: Annotated[str, typer.Argument(help="A name from [bold]longspan recipes[/].")],
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="key=value, e.g. phases.0.steps=100; may be repeated."),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="The text: a file, or a folder of documents.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="The run's folder; runs/RECIPE by default.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in that folder.")
-    ] = False,
-    small: Annotated[
-        bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
-    ] = False,
-) -> None:
-    """Train a language model. Stop it at any time; [bold]--resume[/] goes on where it was.
-
-    [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data. Several GPUs:
-    [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
-    """
-    from os import environ
-
-    from transformers.utils import logging
-
-    from longspan.recipes import find
-    from longspan.recipes.shrink import shrink
-    from longspan.tasks.charlm import CharLM
-    from longspan.train.loop import train as carry_out
-    from longspan.train.recipe import change, parse
-
-    logging.disable_progress_bar()
-    main = environ.get("RANK", "0") == "0"  # of several processes, one speaks
-    console = _console() if main else Console(quiet=True)
-    run = output or Path("runs") / recipe
-    try:
-        settings = parse(setting or [])
-        if data is not None:
-            settings["data.path"] = str(data)
-        chosen = find(recipe)
-        chosen = change(shrink(chosen) if small else chosen, settings)
-        task = CharLM(chosen)
-        model = task.build().num_parameters()
-        console.print(
-            f"{chosen.name}: {model / 1e6:.1f}M parameters, {len(task.corpus.train):,} bytes to "
-            f"train on, {chosen.steps:,} steps, into {run}",
-            soft_wrap=True,
-            highlight=False,
-        )
-        carry_out(chosen, task, run, resume=resume, console=console)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from None
-    except KeyboardInterrupt:
-        console.print(f"stopped; the same command with --resume goes on from {run}")
-        raise typer.Exit(130) from None
-    console.print(f"wrote {run}; next: longspan eval {run}, longspan generate {run}")
-
-
-@app.command("eval")
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    split: Annotated[str, typer.Option(help="valid or test.")] = "test",
-    data: Annotated[Path | None, typer.Option(help="The text, if it has moved.")] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value, e.g. evaluation.length=4096.")
-    ] = None,
-    documents: Annotated[
-        bool, typer.Option("--documents", help="Each document by itself, from its beginning.")
-    ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Bytes to score; 0 = all.")] = 0,
-    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
-) -> None:
-    """Bits per character of a run, measured as its recipe says, with much before every byte."""
-    from torch import autocast, bfloat16
-
-    from longspan.tasks.bits import by_document
-    from longspan.tasks.charlm import CharLM
-    from longspan.train.recipe import change, parse
-
-    _check_choice("--split", split, ["valid", "test", "train"])
-    console = _console()
-    try:
-        recipe, folder = _find_run(run, checkpoint)
-        settings = parse(setting or [])
-        if data is not None:
-            settings["data.path"] = str(data)
-        recipe = change(recipe, settings)
-        task = CharLM(recipe)
-        model = _load_model(folder)
-        half = autocast(model.device.type, bfloat16, enabled=recipe.precision == "bf16")
-        with console.status(f"reading {split} ..."), half:
-            if documents:
-                text = getattr(task.corpus, split)[: limit or None]
-                found = by_document(model, text, length=recipe.evaluation.length)
-                value = sum(size * value for size, value in found) / sum(size for size, _ in found)
-            else:
-                found = []
-                value = task.evaluate(model, split, limit)["bits_per_character"]
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
-    for number, (size, own) in enumerate(found):
-        console.print(
-            f"document {number}: {size:,} bytes, {own:.4f} bits per character", highlight=False
-        )
-    console.print(f"{folder.name}, {split}: {value:.4f} bits per character", highlight=False)
-
-
-@app.command()
-def generate(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one with a model.")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Bytes to write at most.")] = 500,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest byte every time.")
-    ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Only among the k likeliest.")] = None,
-    top_p: Annotated[
-        float, typer.Option(help="Only among the likeliest that reach this probability.")
-    ] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
-) -> None:
-    """Write on from a prompt; the text appears as it is made."""
-    from longspan.models.sampling import Sampler
-    from longspan.tasks.writing import write
-
-    try:
-        folder = run if (run / "config.json").exists() else _find_run(run, checkpoint)[1]
-        model = _load_model(folder)
-        sampler = Sampler(temperature, top_k, top_p, seed)
-        typer.echo(prompt, nl=False)
-        for piece in write(model, prompt, tokens, sampler):
-            typer.echo(piece, nl=False)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
-    except KeyboardInterrupt:
-        pass
-    typer.echo()
-
-
-def _find_run(run: Path, which: str) -> "tuple[Recipe, Path]":
-    """A run's recipe, and the folder of its last or best checkpoint."""
-    from json import loads
-
-    from longspan.train.checkpoint import find
-    from longspan.train.recipe import from_dict
-
-    _check_choice("--checkpoint", which, ["best", "last"])
-    if not (run / "recipe.json").exists():
-        raise ValueError(f"{run} holds no run: there is no recipe.json; `longspan train` makes one")
-    folder = find(run, which)
-    if folder is None:
-        raise ValueError(f"{run} has no checkpoint yet")
-    return from_dict(loads((run / "recipe.json").read_text(encoding="utf8"))), folder
-
-
-def _load_model(folder: Path) -> "LongspanForCausalLM":
-    import torch
-    from transformers.utils import logging
-
-    from longspan.models import LongspanForCausalLM
-
-    logging.disable_progress_bar()
-    model = LongspanForCausalLM.from_pretrained(folder).eval()
-    if torch.cuda.is_available():
-        torch.nn.Module.cuda(model)
-    return model
+# The options that the benchmarks share.
+_Quick = Annotated[
+    bool, typer.Option("--quick", help="A few small cases: about a minute, also on a CPU.")
+]
+_Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best one there is by default.")]
+_Dtype = Annotated[
+    str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")
+]
+_Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+_Only = Annotated[
+    list[str] | None, typer.Option(help="Only this contender; may be given several times.")
+]
+_Output = Annotated[
+    Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
+]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Measure everything again, do not resume.")]
 
 
 @bench_app.command()
 def attention(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few short lengths: under a minute, also on a CPU.")
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; the best one there is by default.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
     lengths: Annotated[
         str | None, typer.Option(help="Sequence lengths, e.g. 4096,16384; multiples of 512.")
     ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this contender; may be given several times.")
-    ] = None,
-    output: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
-    ] = Path("build/bench"),
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure everything again, do not resume.")
-    ] = False,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
 ) -> None:
     """Time and memory of window attention against its alternatives, forward and backward.
 
@@ -330,45 +148,78 @@ def attention(
     [bold]longspan bench attention --quick[/] takes less than a minute;
     [bold]longspan bench attention --only longspan --only sdpa[/] narrows the field.
     """
+    _bench("attention", quick, device, dtype, threads, lengths, only or [], output, fresh)
+
+
+@bench_app.command()
+def models(
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
+    lengths: Annotated[
+        str | None, typer.Option(help="Only cases of these lengths, e.g. 4096,65536.")
+    ] = None,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
+) -> None:
+    """Tokens per second and memory of whole encoders, forward and training.
+
+    longspan, a transformers Longformer before and after [bold]longspan.patch[/], RoBERTa and
+    ModernBERT with PyTorch's dense attention: base size, random weights, one global token where
+    there are any, compiled on a GPU where that works. A step is forward and backward to all
+    weights; the optimiser, which costs the same for every length, is no part of it.
+
+    Writes [bold]models-<device>.json[/] after every point, so an interrupted run goes on where
+    it stopped when started again the same way, then prints tables and draws figures from it.
+
+    [bold]longspan bench models --quick[/] tries it on a small model in a minute;
+    [bold]longspan bench models --only longspan --only roberta[/] narrows the field.
+    """
+    _bench("models", quick, device, dtype, threads, lengths, only or [], output, fresh)
+
+
+def _bench(
+    name: str,
+    quick: bool,
+    device: str | None,
+    dtype: str | None,
+    threads: int,
+    lengths: str | None,
+    only: list[str],
+    output: Path,
+    fresh: bool,
+) -> None:
     import torch
 
-    from longspan.bench.cases import suite
-    from longspan.bench.contenders import CONTENDERS
-    from longspan.bench.measure import Settings
+    from longspan.bench.benchmark import Settings, find
     from longspan.bench.run import run
 
+    benchmark = find(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     _check_choice("--dtype", dtype, ["bfloat16", "float16", "float32"])
-    jobs = suite(
-        device=device,
-        dtype=dtype,
-        quick=quick,
-        lengths=_parse_lengths(lengths),
-        only=_check_only(only or []),
+    for contender in only:
+        _check_choice("--only", contender, list(benchmark.contenders))
+    jobs = benchmark.jobs(
+        device=device, dtype=dtype, quick=quick, lengths=_parse_lengths(lengths), only=only
     )
-    if not any(device in CONTENDERS[name].devices for job in jobs for name in job.contenders):
-        there = sorted(
-            {
-                name
-                for job in suite(device=device, dtype=dtype, quick=quick)
-                for name in job.contenders
-                if device in CONTENDERS[name].devices
-            }
-        )
+    if not jobs:
+        everything = benchmark.jobs(device=device, dtype=dtype, quick=quick)
+        there = sorted({name for job in everything for name in job.contenders})
+        measured = sorted({job.case.tokens for job in everything})
         raise typer.BadParameter(
-            f"--only {', '.join(only or [])}: nothing to measure; this suite on {device} has "
-            f"{', '.join(there)}"
+            f"nothing to measure: this suite on {device} has {', '.join(there)}, "
+            f"at lengths {', '.join(map(str, measured))}"
         )
-    if quick:
-        settings = Settings(device, threads, rounds=3, seconds=1.5, rep_ms=30)
-    else:
-        settings = Settings(device, threads)
+    changed = benchmark.quick_settings if quick else benchmark.settings
+    settings = Settings(device, threads, **changed)
     console = _console()
-    path = output / f"attention-{device}.json"
+    path = output / f"{name}-{device}.json"
     try:
-        run(jobs, settings, path, console, fresh=fresh)
+        run(benchmark, jobs, settings, path, console, fresh=fresh)
     except KeyboardInterrupt:
         console.print(f"interrupted; what was measured is in {path}, the same command goes on")
         raise typer.Exit(130) from None
@@ -377,7 +228,7 @@ def attention(
 
 @bench_app.command()
 def report(
-    file: Annotated[Path, typer.Argument(help="An attention-<device>.json of an earlier run.")],
+    file: Annotated[Path, typer.Argument(help="The JSON file of an earlier run.")],
 ) -> None:
     """Print the tables of a results file again and redraw its figures beside it."""
     _report(file, _console())
@@ -390,8 +241,6 @@ def _console() -> Console:
 
 
 def _report(path: Path, console: Console) -> None:
-    from longspan.bench.claims import claims
-    from longspan.bench.figure import draw
     from longspan.bench.report import show
     from longspan.bench.store import load
 
@@ -401,9 +250,9 @@ def _report(path: Path, console: Console) -> None:
         raise typer.BadParameter(str(error)) from None
     if not results.points:
         raise typer.BadParameter(f"{path} holds no points yet")
-    show(results, claims(results), console)
+    show(results, console)
     console.print(f"from {path}", soft_wrap=True, highlight=False)
-    for figure in draw(results, path.with_suffix("")):
+    for figure in results.benchmark.draw(results, path.with_suffix("")):
         console.print(f"wrote {figure}", soft_wrap=True, highlight=False)
 
 
@@ -418,14 +267,6 @@ def _check_device(device: str) -> None:
     _check_choice("--device", device, ["cpu", "cuda"])
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: torch sees no CUDA device; see `longspan doctor`")
-
-
-def _check_only(only: list[str]) -> list[str]:
-    from longspan.bench.contenders import CONTENDERS
-
-    for name in only:
-        _check_choice("--only", name, list(CONTENDERS))
-    return only
 
 
 def _parse_lengths(lengths: str | None) -> list[int] | None:

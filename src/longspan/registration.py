@@ -1,18 +1,18 @@
 """Transformers' Auto classes learn of our models, whichever of the two packages comes first.
 
 Our models need transformers, which takes seconds to import, and `import longspan` shall not wait
-for it. So they are imported (and thereby registered) once transformers' own registry is there: at
-once if it is already, else by a finder that waits for it and then steps aside. Much of
-transformers imports much else of it halfway through, so it waits until the outermost of these
-imports is done.
+for it. So they are imported (and thereby registered) once transformers' own registry is: at once
+if that has happened already, else by a finder that waits for it and then steps aside. Modules of
+transformers import one another in circles, so it waits until the outermost of them is whole.
 """
 
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _REGISTRY = "transformers.models.auto.configuration_auto"
@@ -35,7 +35,7 @@ def _register() -> None:
 
 
 class _AfterRegistry(MetaPathFinder):
-    """Finds what Python would find; it adds a step to how transformers' modules are loaded."""
+    """Finds nothing itself; it adds a step to how transformers' modules are loaded."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -45,20 +45,24 @@ class _AfterRegistry(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] != "transformers":
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
+        place = sys.meta_path.index(self)
+        sys.meta_path.remove(self)  # so that the others are asked
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(place, self)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def execute_and_register(module: ModuleType) -> None:
-            self.depth += 1
-            try:
-                execute(module)
-            finally:
-                self.depth -= 1
-            if self.depth == 0 and _REGISTRY in sys.modules and self in sys.meta_path:
-                sys.meta_path.remove(self)
-                _register()
+            def execute_and_register(module: ModuleType) -> None:
+                self.depth += 1
+                try:
+                    execute(module)
+                finally:
+                    self.depth -= 1
+                if self.depth == 0 and _REGISTRY in sys.modules and self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _register()
 
-        spec.loader.exec_module = execute_and_register
+            spec.loader.exec_module = execute_and_register
         return spec

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from longspan.bench.cases import PASSES, Case
-from longspan.bench.measure import Settings, measure
+from longspan.bench import models
+from longspan.bench.attention.cases import AttentionCase
+from longspan.bench.attention.contenders import CONTENDERS
+from longspan.bench.benchmark import PASSES, Settings
+from longspan.bench.measure import measure
+from longspan.bench.models.cases import ModelCase
 
 pytestmark = [
     pytest.mark.cuda,
@@ -16,11 +20,25 @@ pytestmark = [
 @pytest.mark.parametrize("globals_", [0, 2])
 def test_points_are_measured_and_captured(kind, globals_):
     settings = Settings(device="cuda", threads=1, warmup_ms=1, rep_ms=5)
-    case = Case(tokens=256, window=64, heads=2, globals=globals_)
-    (point,) = measure(case, kind, ["longspan"], settings)
+    case = AttentionCase(tokens=256, window=64, heads=2, globals=globals_)
+    (point,) = measure(case, kind, [CONTENDERS["longspan"]], settings)
     assert point.error is None
     assert point.ms is not None
     assert point.eager_ms is not None
     assert point.ms > 0
     # Two clocks, two numbers: the pass was captured, not only called.
     assert point.ms != point.eager_ms
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("name", models.CONTENDERS)
+def test_models_are_measured(kind, name):
+    settings = Settings(device="cuda", threads=1, rep_ms=5)
+    case = ModelCase(tokens=256, batch=2, layers=2, hidden=64, heads=4, vocab=100, window=64)
+    (point,) = measure(case, kind, [models.CONTENDERS[name]], settings)
+    assert point.error is None
+    assert point.ms is not None
+    assert point.mib is not None
+    assert point.ms > 0
+    assert point.mib > 0
+    assert point.eager_ms is not None

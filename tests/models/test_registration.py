@@ -14,9 +14,11 @@ PROGRAMS = {
     "theirs first": "from transformers import AutoConfig, AutoModel\nimport longspan\n" + ASK,
     "models first": "import longspan.models\nfrom transformers import AutoConfig, AutoModel\n"
     + ASK,
-    "a model class first": "import longspan\nfrom transformers import PreTrainedModel\n"
-    "from transformers import AutoModelForCausalLM, AutoConfig, AutoModel\n" + ASK,
-    "a model first": "import longspan\nfrom transformers import AutoModelForMaskedLM\n"
+    "a model of theirs first": "import longspan\nfrom transformers import RobertaModel\n"
+    "from transformers import AutoConfig, AutoModel\n" + ASK,
+    "a Longformer first": "import torch, longspan\n"
+    "from transformers import LongformerConfig, LongformerModel, AutoConfig, AutoModel\n" + ASK,
+    "in the midst of theirs": "import transformers, longspan\ntransformers.RobertaModel\n"
     "from transformers import AutoConfig, AutoModel\n" + ASK,
     "a name first": "import longspan\nlongspan.LongspanModel\n"
     "from transformers import AutoConfig, AutoModel\n" + ASK,
@@ -28,7 +30,7 @@ def test_registered_in_any_order(order):
     program = PROGRAMS[order] + "print(type(AutoModel.from_config(config)).__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "LongspanModel", done.stderr[-1500:]
-    assert "cannot be used" not in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_importing_twice_leaves_one_finder():

@@ -21,19 +21,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from longspan.ops.window import kernels
 
-INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES"}
+INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES", "AT"}
 FLOATS = {"LSE", "DELTA", "PART", "PART_LSE"}
 
 def build(name, capability, kind, **chosen):
     function = getattr(kernels, name)
     flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
              "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
-             "PRECISION": "tf32x3"} | chosen
+             "BULK": False, "BLOCK": 256, "PRECISION": "tf32x3"} | chosen
     signature, constants, hints = {}, {}, {}
     for place, argument in enumerate(function.arg_names):
         if argument in flags:
             signature[argument] = "constexpr"
             constants[(place,)] = flags[argument]
+        elif argument.endswith("_TILES") and flags["BULK"]:
+            rows = flags["BM"] if argument in ("Q_TILES", "GRAD_TILES") else flags["BN"]
+            signature[argument] = f"tensordesc<{kind}[1,{rows},{flags['D']}]>"
         elif argument.isupper():
             pointer = "i32" if argument in INTEGERS else "fp32" if argument in FLOATS else kind
             signature[argument] = "*i64" if argument == "SEED" else "*" + pointer
@@ -49,12 +52,15 @@ name, capability, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 for dilated, dropout in ((False, False), (True, True)):
     compiled = build(name, capability, kind, DILATED=dilated, DROPOUT=dropout, CAUSAL=dropout)
     assert compiled.asm["cubin"]
+if capability >= 90 and kind == "bf16":  # the GPU's copy engine
+    assert build(name, capability, kind, HEAD_DIM=64, D=64, BULK=True, ROWS=False).asm["cubin"]
 """
 
 KERNELS = (
     "forward",
     "backward_query",
     "backward_key",
+    "put_rows",
     "global_forward",
     "global_forward_merge",
     "global_backward",

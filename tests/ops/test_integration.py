@@ -20,8 +20,15 @@ def test_opcheck(backend, device):
     given = CASE.inputs(torch.float32, device)
     tensors = [t.requires_grad_() for t in given["tensors"]]
     seen = visibility(tensors[0], **given["masks"])
-    numbers = (9, 4, [1, 2], 0.25, 0.0, True, backend)
-    torch.library.opcheck(autograd.forward_op, (*tensors, *seen, None, *numbers))
+    numbers = (9, 4, [1, 2], 0.25, 0.0)
+    torch.library.opcheck(
+        autograd.forward_op, (*tensors, *seen, None, None, None, *numbers, True, backend)
+    )
+    rows = torch.randn(2, 3, 2, 16, device=device, requires_grad=True)
+    at = torch.tensor([[4, 9, -1], [3, -1, -1]], device=device)
+    torch.library.opcheck(
+        autograd.forward_op, (*tensors, *seen, None, rows, at, *numbers, False, backend)
+    )
 
 
 @pytest.mark.parametrize("backend", ["blocked", "triton"])

@@ -22,6 +22,9 @@ EXAMPLES = [
     PLAIN.with_(batch=1, documents=4, global_share=0.2, dropout_p=0.3, key_heads=1),
     PLAIN.with_(tokens=1, window=(0, 0), global_share=1.0),
     PLAIN.with_(tokens=200, window=(300, 300), global_share=0.9, batch=1),
+    # Head sizes that newer GPUs fetch by their copy engine.
+    PLAIN.with_(tokens=150, head_dim=64, window=(70, 20), global_share=0.03, padding="right"),
+    PLAIN.with_(tokens=150, head_dim=32, batch=1, documents=3, dropout_p=0.2, dilation=(1, 2)),
 ]
 
 

@@ -72,6 +72,37 @@ def test_global_tokens_do_not_leak_the_future(backend, device):
     assert (before[:, moved:] != after[:, moved:]).any(dim=(0, 2, 3)).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_rows_of_global_tokens_can_be_given(backend, device):
+    """They replace what the op would compute, get their gradient, and shut off that of the op."""
+    q, k, v = (t.requires_grad_() for t in tensors(40, device, batch=2))
+    chosen = torch.zeros(2, 40, dtype=torch.int64, device=device)
+    chosen[0, [3, 30]] = chosen[1, 7] = 1
+    at = torch.tensor([[3, 30, -1], [7, -1, -1]], device=device)
+    rows = torch.randn(2, 3, 2, 16, device=device, requires_grad=True)
+    grad = torch.randn(2, 40, 2, 16, device=device)
+    options = {"window": (5, 4), "global_mask": chosen}
+
+    out = call(backend, (q, k, v), global_rows=(rows, at), **options)
+    given = torch.autograd.grad(out, (q, k, v, rows), grad)
+    for row in (0, 1):
+        for slot, place in enumerate(at[row].tolist()):
+            want = grad[row, place] if place >= 0 else torch.zeros_like(grad[0, 0])
+            assert torch.equal(given[3][row, slot], want)
+            assert place < 0 or torch.equal(out[row, place], rows[row, slot])
+
+    without = call("reference", (q, k, v), global_rows=False, **options)
+    there = chosen.bool()
+    assert (without[there] == 0).all()
+    torch.testing.assert_close(out[~there], without[~there], rtol=1e-4, atol=1e-5)
+    plain = torch.autograd.grad(without, (q, k, v), grad)
+    for ours, theirs in zip(given, plain, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for wrong in ((rows[:, :2], at), (rows, at.float()), (rows, at[:1])):
+        with pytest.raises(ValueError, match="global rows must be"):
+            call(backend, (q, k, v), global_rows=wrong, **options)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_is_the_same_as_separate(backend, device):
     lengths = [17, 1, 40, 12]
@@ -287,12 +318,12 @@ def test_shapes_alone_on_the_meta_device():
     assert window_attention(q, q, q, window=4).shape == q.shape
 
 
-def test_a_named_backend_says_why_it_cannot():
-    q = torch.randn(1, 10, 2, 16, dtype=torch.float64)
+def test_a_named_backend_says_why_it_cannot(device):
+    q = torch.randn(1, 10, 2, 16, dtype=torch.float64, device=device)
     with pytest.raises(
         ValueError, match=r"triton.*float16, bfloat16 or float32, not torch.float64"
     ):
         window_attention(q, q, q, window=4, backend="triton")
-    wide = torch.randn(1, 4, 1, 300)
+    wide = torch.randn(1, 4, 1, 300, device=device)
     with pytest.raises(ValueError, match="head_dim 300 is above 256"):
         window_attention(wide, wide, wide, window=2, backend="triton")

@@ -13,36 +13,38 @@ from pathlib import Path
 
 import torch
 
-from longspan.bench.cases import Case, Pass
-from longspan.bench.contenders import CONTENDERS
+from longspan.bench.benchmark import Build, Case, Pass
 
 _MIB = 1024 * 1024
 
 
-def peak_growth(contender: str, case: Case, kind: Pass, threads: int) -> float:
-    """MiB by which one pass of `contender` makes a fresh process grow."""
+def peak_growth(build: Build, case: Case, kind: Pass, threads: int) -> float:
+    """MiB by which one pass of what `build` makes lets a fresh process grow."""
     methods = multiprocessing.get_all_start_methods()
     # Forked from a server that has only imported things, a child is fresh and starts at once.
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if context.get_start_method() == "forkserver":
         preload = [__name__]
         if importlib.util.find_spec("transformers"):
-            preload.append("transformers.models.longformer.modeling_longformer")
+            # Ours first: what registers them would meet transformers half imported.
+            preload += ["longspan.models", "transformers.models.longformer.modeling_longformer"]
         context.set_forkserver_preload(preload)
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(_measure, contender, case, kind, threads).result()
+        return pool.submit(_measure, build, case, kind, threads).result()
 
 
-def _measure(contender: str, case: Case, kind: Pass, threads: int) -> float:
+def _measure(build: Build, case: Case, kind: Pass, threads: int) -> float:
     torch.set_num_threads(threads)
-    build, device = CONTENDERS[contender].build, torch.device("cpu")
+    device = torch.device("cpu")
     # A small pass first: code paged in and thread pools started are no part of the growth.
     build(case.small(), device).ready(kind)()
-    run = build(case, device).ready(kind)
+    workload = build(case, device)
+    run = workload.ready(kind)
     _give_back()
     before = _resident("VmRSS")
     run()
-    return max(0.0, (_resident("VmHWM") - before) / _MIB)
+    growth = max(0, _resident("VmHWM") - before)
+    return (growth + workload.resident) / _MIB
 
 
 def _give_back() -> None:

@@ -29,6 +29,7 @@ _PLACES = (
     ((7, 5), "left", "center"),
     ((7, -6), "left", "center"),
     ((7, -12), "left", "center"),
+    ((7, -18), "left", "center"),
     ((-2, 5), "right", "bottom"),
     ((0, 7), "center", "bottom"),
     ((-7, 12), "right", "bottom"),

@@ -5,54 +5,16 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from longspan.bench.cases import Case, Pass
+from longspan.bench.benchmark import OUT_OF_MEMORY, Case, Contender, Pass, Point, Settings, Workload
 from longspan.bench.child import peak_growth
-from longspan.bench.contenders import CONTENDERS, Workload
-
-OUT_OF_MEMORY = "out of memory"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How measuring is done. Points are comparable only under the same settings."""
-
-    device: str
-    threads: int
-    # CPU: contenders take turns, round by round, until `seconds` have passed or `rounds` are done.
-    rounds: int = 7
-    seconds: float = 60.0
-    # CUDA: milliseconds spent on warming up and on measuring, per point.
-    warmup_ms: int = 25
-    rep_ms: int = 60
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One measurement. `error` stands in place of the numbers where there are none.
-
-    On CUDA `ms` is the device's own time, from the replay of a captured graph, and `eager_ms` that
-    of the same call made from Python; a contender that cannot be captured has the latter only.
-    """
-
-    case: Case
-    contender: str
-    kind: Pass
-    ms: float | None = None
-    mib: float | None = None
-    eager_ms: float | None = None
-    error: str | None = None
 
 
 def measure(
-    case: Case, kind: Pass, contenders: Sequence[str], settings: Settings
+    case: Case, kind: Pass, contenders: Sequence[Contender], settings: Settings
 ) -> Iterator[Point]:
     """Measure `contenders` side by side on `case`."""
     method = _measure_cuda if settings.device == "cuda" else _measure_cpu
@@ -60,16 +22,17 @@ def measure(
 
 
 def _measure_cuda(
-    case: Case, kind: Pass, contenders: Sequence[str], settings: Settings
+    case: Case, kind: Pass, contenders: Sequence[Contender], settings: Settings
 ) -> Iterator[Point]:
     device = torch.device("cuda")
-    for name in contenders:
+    for contender in contenders:
+        name = contender.name
         try:
-            workload = CONTENDERS[name].build(case, device)
+            workload = contender.build(case, device)
             run = workload.ready(kind)
             run()  # compiles and tunes what has to be
             workload.clear()
-            mib = _cuda_growth(run)
+            mib = _cuda_growth(run) + workload.resident / 2**20
             workload.clear()
             eager_ms = _cuda_ms(run, workload, settings)
             replay = _capture(run, workload)
@@ -139,26 +102,27 @@ def _cuda_growth(run: Any) -> float:
 
 
 def _measure_cpu(
-    case: Case, kind: Pass, contenders: Sequence[str], settings: Settings
+    case: Case, kind: Pass, contenders: Sequence[Contender], settings: Settings
 ) -> Iterator[Point]:
     device, threads = torch.device("cpu"), torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
         ready: dict[str, tuple[Workload, Any]] = {}
-        for name in contenders:
+        for contender in contenders:
             try:
-                CONTENDERS[name].build(case.small(), device).ready(kind)()
-                workload = CONTENDERS[name].build(case, device)
-                ready[name] = workload, workload.ready(kind)
+                contender.build(case.small(), device).ready(kind)()
+                workload = contender.build(case, device)
+                ready[contender.name] = workload, workload.ready(kind)
             except Exception as error:
-                yield Point(case, name, kind, error=_reason(error))
+                yield Point(case, contender.name, kind, error=_reason(error))
         times = _interleave(ready, settings)
     finally:
         torch.set_num_threads(threads)
     del ready
     # Memory does not depend on who else is running, so two processes may measure it at a time.
     with ThreadPoolExecutor(2) as pool:
-        growth = pool.map(lambda name: peak_growth(name, case, kind, settings.threads), times)
+        builds = [contender.build for contender in contenders if contender.name in times]
+        growth = pool.map(lambda build: peak_growth(build, case, kind, settings.threads), builds)
         for (name, samples), mib in zip(times.items(), growth, strict=True):
             yield Point(case, name, kind, ms=1e3 * statistics.median(samples), mib=mib)
 
@@ -166,16 +130,21 @@ def _measure_cpu(
 def _interleave(
     ready: dict[str, tuple[Workload, Any]], settings: Settings
 ) -> dict[str, list[float]]:
-    """Seconds of each pass, in turns: another program's load then falls on all contenders."""
+    """Seconds of each pass, in turns: another program's load then falls on all contenders.
+
+    A single thread is timed by what the processor spends on it, which is what an idle machine
+    would take; several by the clock on the wall.
+    """
+    clock = time.process_time if settings.threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in ready}
     begin = time.perf_counter()
-    for _ in range(settings.rounds):
+    for turn in range(settings.rounds):
         for name, (workload, run) in ready.items():
             workload.clear()
-            start = time.perf_counter()
+            start = clock()
             run()
-            times[name].append(time.perf_counter() - start)
-        if time.perf_counter() - begin > settings.seconds:
+            times[name].append(clock() - start)
+        if turn > 0 and time.perf_counter() - begin > settings.seconds:
             break
     return times
 

@@ -10,28 +10,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from longspan import machine
-from longspan.bench.cases import PASSES, Job, Pass
-from longspan.bench.contenders import CONTENDERS
-from longspan.bench.measure import Point, Settings, measure
+from longspan.bench.benchmark import Benchmark, Case, Contender, Job, Pass, Point, Settings
+from longspan.bench.measure import measure
 from longspan.bench.store import Results, resume
 
-# The code whose change makes earlier points worthless.
-_MEASURED = ("ops", "layers", "bench/contenders.py", "bench/measure.py", "bench/child.py")
 
-
-def header(settings: Settings) -> dict[str, Any]:
+def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
     """Everything about a run that is not a point."""
     return {
-        "benchmark": "attention",
+        "benchmark": benchmark.name,
         "machine": machine.describe(torch.device(settings.device), settings.threads),
         "versions": machine.versions(),
-        "source": machine.source_digest(*_MEASURED),
+        "source": machine.source_digest(*benchmark.source),
         "commit": machine.commit(),
         "settings": settings.as_dict(),
     }
 
 
 def run(
+    benchmark: Benchmark,
     jobs: Sequence[Job],
     settings: Settings,
     path: Path,
@@ -40,18 +37,18 @@ def run(
     fresh: bool = False,
 ) -> Results:
     """Measure every point of `jobs` that `path` does not hold yet; return all it then holds."""
-    head = header(settings)
+    head = header(benchmark, settings)
     results, discarded = (Results(head), None) if fresh else resume(path, head)
     if discarded:
         console.print(f"[yellow]starting over:[/] {discarded}", soft_wrap=True, highlight=False)
-    groups = list(_groups(jobs, settings.device, results))
-    total = sum(len(names) for _, _, names in groups)
+    groups = list(_groups(benchmark, jobs, settings.device, results))
+    total = sum(len(contenders) for _, _, contenders in groups)
     if results.points:
         console.print(f"{len(results.points)} points measured before, {total} to go")
     with _progress(console, total) as advance:
-        for job, kind, names in groups:
-            advance.announce(f"{job.case}, {kind}")
-            for point in measure(job.case, kind, names, settings):
+        for case, kind, contenders in groups:
+            advance.announce(f"{case}, {kind}")
+            for point in measure(case, kind, contenders, settings):
                 results.add(point)
                 results.save(path)
                 advance(point)
@@ -59,15 +56,15 @@ def run(
 
 
 def _groups(
-    jobs: Sequence[Job], device: str, results: Results
-) -> Iterator[tuple[Job, Pass, list[str]]]:
+    benchmark: Benchmark, jobs: Sequence[Job], device: str, results: Results
+) -> Iterator[tuple[Case, Pass, list[Contender]]]:
     for job in jobs:
-        names = [name for name in job.contenders if device in CONTENDERS[name].devices]
-        for kind in PASSES:
-            missing = [name for name in names if not results.done(job.case, name, kind)]
+        for kind in job.passes:
+            missing = [name for name in job.contenders if not results.done(job.case, name, kind)]
             if missing:
                 # On a CPU contenders are timed in turns, so a group is measured as a whole.
-                yield job, kind, names if device == "cpu" else missing
+                names = job.contenders if device == "cpu" else missing
+                yield job.case, kind, [benchmark.contenders[name] for name in names]
 
 
 class _Advance(Protocol):

@@ -8,13 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from longspan.bench.cases import Case, Pass
-from longspan.bench.measure import OUT_OF_MEMORY, Point
+from longspan.bench.benchmark import OUT_OF_MEMORY, Benchmark, Case, Pass, Point, find, ratio
 
 # What must agree for two points to stand in one file.
 _IDENTITY = ("machine", "versions", "source", "settings")
 
-Key = tuple[Case, str, Pass]
+Key = tuple[Any, str, Pass]  # a case of the benchmark, a contender, a pass
 
 
 @dataclass
@@ -34,6 +33,19 @@ class Results:
 
     def get(self, case: Case, contender: str, kind: Pass) -> Point | None:
         return self.points.get((case, contender, kind))
+
+    def value(self, case: Case, contender: str, kind: Pass, quantity: str = "ms") -> float | None:
+        """Milliseconds, or another quantity of a point; None where it was not measured."""
+        point = self.get(case, contender, kind)
+        return None if point is None else getattr(point, quantity)
+
+    def speedup(self, case: Case, ours: str, other: str, kind: Pass) -> float | None:
+        """How many times as long as `ours` the `other` contender takes."""
+        return ratio(self.value(case, other, kind), self.value(case, ours, kind))
+
+    @property
+    def benchmark(self) -> Benchmark:
+        return find(self.header["benchmark"])
 
     def save(self, path: Path) -> None:
         """Write to a temporary name, then rename: a reader never sees half a file."""
@@ -69,10 +81,11 @@ def load(path: Path) -> Results:
         content = json.loads(path.read_text())
         points = content.pop("points")
         results = Results(header=content)
+        make_case = results.benchmark.case
         for p in points:
             results.add(
                 Point(
-                    case=Case(**p["case"]),
+                    case=make_case(**p["case"]),
                     contender=p["contender"],
                     kind=p["pass"],
                     ms=p["ms"],
@@ -82,12 +95,12 @@ def load(path: Path) -> Results:
                 )
             )
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; `longspan bench attention` writes it") from None
+        raise ValueError(f"{path} does not exist; `longspan bench` writes it") from None
     except IsADirectoryError:
-        raise ValueError(f"{path} is a folder; give the attention-<device>.json in it") from None
+        raise ValueError(f"{path} is a folder; give a .json file in it") from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged, or not written by `longspan bench attention` ({error!r})"
+            f"{path} is damaged, or not written by `longspan bench` ({error!r})"
         ) from error
     return results
 

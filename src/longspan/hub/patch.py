@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from longspan.ops.rows import global_attention, global_positions, put_rows, take_rows
+from longspan.ops.rows import global_attention, global_positions, take_rows
 from longspan.ops.window import Visibility, visibility, window_attention
 
 # Longformer's attention, and the encoder's of LED: the same module under two names.
@@ -104,17 +104,9 @@ class _Fast:
         def heads(projected: Tensor) -> Tensor:
             return projected.unflatten(-1, (self.num_heads, self.head_dim))
 
-        out = window_attention(
-            heads(self.query(hidden_states)),
-            heads(self.key(hidden_states)),
-            heads(self.value(hidden_states)),
-            window=2 * self.one_sided_attn_window_size,
-            visibility=seen,
-            dropout_p=dropout_p,
-            global_rows=False,
-        ).flatten(2)
+        rows = False
         if positions is not None:
-            rows = global_attention(
+            made = global_attention(
                 heads(self.query_global(take_rows(hidden_states, positions))),
                 hidden_states,
                 self.key_global.weight,
@@ -126,9 +118,17 @@ class _Fast:
             )
             # A key's bias shifts all scores of a row alike and so drops out. It still gets its
             # gradient of zero, as before: distributed training objects to unused parameters.
-            rows = rows + 0.0 * self.key_global.bias.sum()
-            out = put_rows(out, rows.flatten(2), positions)
-        return (out,)
+            rows = (made + 0.0 * self.key_global.bias.sum(), positions)
+        out = window_attention(
+            heads(self.query(hidden_states)),
+            heads(self.key(hidden_states)),
+            heads(self.value(hidden_states)),
+            window=2 * self.one_sided_attn_window_size,
+            visibility=seen,
+            dropout_p=dropout_p,
+            global_rows=rows,
+        )
+        return (out.flatten(2),)
 
 
 # The layers of one forward pass are handed the same mask; what it means is worked out once.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from longspan.layers.position import rotary_tables, rotate, sinusoids
+from longspan.layers.position import rotate, sinusoids
 from longspan.ops.relative import Relative, banded_attention
 from longspan.ops.window import window_attention
 from longspan.ops.window.pattern import check_dilation
@@ -156,8 +156,7 @@ class CausalWindow(CausalAttention):
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         if self.rotary:
-            tables = rotary_tables(hidden.shape[1], query.shape[3], self.base, first, hidden.device)
-            query, key = rotate(query, *tables), rotate(key, *tables)
+            query, key = rotate(query, key, position=_places(hidden, first), base=self.base)
         known = Cache.join(state, key, value)
         if state is None and self.relative is None:
             out = window_attention(
@@ -212,8 +211,7 @@ class CausalFull(CausalAttention):
         query, key, value = self.project(hidden)
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
-        tables = rotary_tables(hidden.shape[1], query.shape[3], self.base, first, hidden.device)
-        query, key = rotate(query, *tables), rotate(key, *tables)
+        query, key = rotate(query, key, position=_places(hidden, first), base=self.base)
         known = Cache.join(state, key, value)
         if state is None:
             out = scaled_dot_product_attention(
@@ -232,3 +230,8 @@ def _check_left(left: int) -> int:
     if isinstance(left, bool) or not isinstance(left, int) or left < 0:
         raise ValueError(f"left={left!r} must be a whole number of steps, 0 or more")
     return left
+
+
+def _places(hidden: Tensor, first: int) -> Tensor:
+    """[1, tokens] float64: where tokens stand in a text of which `first` were read before."""
+    return torch.arange(hidden.shape[1], device=hidden.device, dtype=torch.float64)[None] + first

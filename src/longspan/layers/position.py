@@ -1,4 +1,4 @@
-"""Absolute positions: the sinusoids, and a learned table made longer."""
+"""Positions: the sinusoids, a learned table made longer, and rotation of queries and keys."""
 
 import math
 
@@ -30,23 +30,23 @@ def tile_positions(table: Tensor, reserved: int, length: int) -> Tensor:
     return torch.cat([table[:reserved], trained.repeat(copies, 1)[:length]])
 
 
-def rotary_tables(
-    n: int, dim: int, base: float = 10000.0, first: int = 0, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [n, dim / 2] of the angles by which tokens first, first + 1 ... turn.
+def rotate(*states: Tensor, position: Tensor, base: float) -> tuple[Tensor, ...]:
+    """Queries and keys [batch, tokens, heads, head_dim], turned by their position [batch, tokens].
 
-    Angles are computed in float64: in a long text, float32 would blur neighbouring positions.
+    The two halves of a head are paired: pair i turns by position / base ** (2i / head_dim). A
+    score between two turned tokens depends on how far apart they are, not on where they stand.
+    Positions in float64 keep angles exact far into a text, where float32 blurs neighbours.
     """
-    rate = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
-    rate = torch.exp(rate * (-math.log(base) / dim))
-    place = torch.arange(n, device=device, dtype=torch.float64) + first
-    angle = place[:, None] * rate
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[batch, n, heads, dim] turned by position: each pair (i, i + dim / 2) by its own angle."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
-    one, two = x.to(wide).chunk(2, dim=-1)
-    return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)
+    head_dim = states[0].shape[-1]
+    wide = torch.float64 if position.dtype == torch.float64 else torch.float32
+    step = torch.arange(0, head_dim, 2, device=position.device, dtype=wide)
+    rate = 1.0 / base ** (step / head_dim)
+    angle = (position.to(wide)[..., None] * rate)[:, :, None, :]
+    cos, sin = angle.cos(), angle.sin()
+    turned = []
+    for one in states:
+        left, right = one.to(torch.promote_types(one.dtype, torch.float32)).chunk(2, dim=-1)
+        c, s = cos.to(left.dtype), sin.to(left.dtype)
+        both = torch.cat((left * c - right * s, right * c + left * s), dim=-1)
+        turned.append(both.to(one.dtype))
+    return tuple(turned)

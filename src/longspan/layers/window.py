@@ -10,7 +10,6 @@ from longspan.ops.rows import (
     global_attention,
     global_positions,
     global_weights,
-    put_rows,
     take_rows,
 )
 from longspan.ops.window import Visibility, window_attention
@@ -90,8 +89,14 @@ class WindowAttention(nn.Module):
             )
         dropout_p = self.dropout if self.training else 0.0
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        separate = self.qkv_global is not None
-        out = window_attention(
+        rows = self.qkv_global is None
+        if not rows and seen.rank is not None:
+            if positions is None:
+                chosen = seen.is_global()
+                assert chosen is not None
+                positions = global_positions(chosen)
+            rows = (self._global_rows(hidden, seen, positions, dropout_p), positions)
+        return window_attention(
             query,
             key,
             value,
@@ -99,16 +104,9 @@ class WindowAttention(nn.Module):
             dilation=self.dilation,
             visibility=seen,
             dropout_p=dropout_p,
-            global_rows=not separate,
+            global_rows=rows,
             backend=self.backend,
         ).flatten(2)
-        if not separate or seen.rank is None:
-            return out
-        if positions is None:
-            chosen = seen.is_global()
-            assert chosen is not None
-            positions = global_positions(chosen)
-        return put_rows(out, self._global_rows(hidden, seen, positions, dropout_p), positions)
 
     @torch.no_grad()
     def map(
@@ -146,11 +144,11 @@ class WindowAttention(nn.Module):
     def _global_rows(
         self, hidden: Tensor, seen: Visibility, positions: Tensor, dropout_p: float
     ) -> Tensor:
-        """[batch, g, dim]: what each global token makes of its whole document."""
+        """[batch, g, heads, head_dim]: what each global token makes of its whole document."""
         assert self.qkv_global is not None
         dim = hidden.shape[2]
         _, key_weight, value_weight = self.qkv_global.weight.split(dim)
-        rows = global_attention(
+        return global_attention(
             self._global_query(self.qkv_global, hidden, positions),
             hidden,
             key_weight,
@@ -161,4 +159,3 @@ class WindowAttention(nn.Module):
             causal=self.causal,
             dropout_p=dropout_p,
         )
-        return rows.flatten(2)

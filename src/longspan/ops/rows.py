@@ -43,14 +43,6 @@ def take_rows(hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden.gather(1, at)
 
 
-def put_rows(out: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """`out` [batch, tokens, dim] with row g of `rows` at positions[g]; empty slots go nowhere."""
-    tokens = out.shape[1]
-    at = torch.where(positions < 0, tokens, positions).long()[..., None].expand_as(rows)
-    spare = torch.nn.functional.pad(out, (0, 0, 0, 1))  # a last token for the empty slots
-    return spare.scatter_(1, at, rows.to(out.dtype))[:, :tokens]
-
-
 def global_attention(
     query: Tensor,
     hidden: Tensor,

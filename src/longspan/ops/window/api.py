@@ -64,7 +64,7 @@ def window_attention(
     scale: float | None = None,
     backend: str = "auto",
     visibility: Visibility | None = None,
-    global_rows: bool = True,
+    global_rows: bool | tuple[Tensor, Tensor] = True,
 ) -> Tensor:
     """Softmax attention within a window, [batch, tokens, heads, head_dim] in and out.
 
@@ -90,8 +90,9 @@ def window_attention(
         backend: "auto", "triton", "blocked" or "reference". A named one never falls back.
         visibility: what `longspan.visibility(...)` made of the three masks, to be reused over
             the layers of a model; then the masks themselves are not given.
-        global_rows: False leaves global *queries* with the window and the global keys only, for
-            layers that compute the rows of global tokens from separate projections.
+        global_rows: for layers that compute the rows of global tokens from projections of their
+            own: `(rows, positions)`, [batch, g, heads, head_dim] and [batch, g] with -1 for an
+            empty slot, takes those instead; False leaves the rows zero.
 
     Gradients can be taken once; `backend="reference"` allows higher derivatives.
     """
@@ -101,8 +102,9 @@ def window_attention(
         dilation=check_dilation(dilation, query.shape[2]),
         scale=_check_scale(scale, query.shape[3]),
         dropout_p=_check_dropout(dropout_p),
-        global_rows=global_rows,
+        global_rows=global_rows is True,
     )
+    rows, at = _check_rows(query, global_rows)
     masks = {
         "attention_mask": attention_mask,
         "global_mask": global_mask,
@@ -119,10 +121,11 @@ def window_attention(
         # Nothing to attend to; keep the graph connected.
         return query + (key.sum() + value.sum()).to(query.dtype)
     if chosen == "reference":
-        return _reference(query, key, value, pattern, seed, visibility, masks)
+        out = _reference(query, key, value, pattern, seed, visibility, masks)
+        return out if rows is None or at is None else reference.put_rows(out, rows, at)
     if visibility is None:
         visibility = describe(query, **masks)
-    return autograd.attend(query, key, value, visibility, pattern, seed, chosen)
+    return autograd.attend(query, key, value, visibility, pattern, seed, rows, at, chosen)
 
 
 def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
@@ -179,6 +182,25 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     if heads % key_heads:
         raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
     return query, key, value
+
+
+def _check_rows(
+    query: Tensor, given: bool | tuple[Tensor, Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The rows of global tokens and their positions, if they were given."""
+    if isinstance(given, bool):
+        return None, None
+    rows, at = given
+    batch, _, heads, head_dim = query.shape
+    if at.dim() != 2 or at.shape[0] != batch or at.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"positions of global rows must be integers [batch = {batch}, g], got {at.dtype} "
+            f"{tuple(at.shape)}"
+        )
+    wanted = (batch, at.shape[1], heads, head_dim)
+    if tuple(rows.shape) != wanted:
+        raise ValueError(f"global rows must be {wanted}, got {tuple(rows.shape)}")
+    return rows.to(query.dtype), at
 
 
 def _check_scale(scale: float | None, head_dim: int) -> float:

@@ -22,6 +22,23 @@ def _implementation(backend: str) -> Any:
     return module
 
 
+def _forward(query, key, value, seen, pattern, seed, rows, at, backend) -> tuple[Tensor, Tensor]:
+    module = _implementation(backend)
+    out, lse = module.forward(query, key, value, seen, pattern, seed)
+    if rows is not None:
+        module.put_rows(out, rows, at)
+    return out, lse
+
+
+def _grad_rows(grad: Tensor, at: Tensor | None) -> Tensor | None:
+    """The gradient of rows that were put into the output. That of the output needs no change:
+    the backends take no notice of it there."""
+    if at is None:
+        return None
+    where = at.clamp(min=0).long()[..., None, None].expand(-1, -1, *grad.shape[2:])
+    return grad.gather(1, where).masked_fill((at < 0)[..., None, None], 0.0)
+
+
 @torch.library.custom_op("longspan::window_attention", mutates_args=())
 def forward_op(
     query: Tensor,
@@ -33,6 +50,8 @@ def forward_op(
     rank: Tensor | None,
     places: Tensor | None,
     seed: Tensor | None,
+    rows: Tensor | None,
+    at: Tensor | None,
     left: int,
     right: int,
     dilation: list[int],
@@ -45,7 +64,7 @@ def forward_op(
     the backward pass recomputes: [batch, heads, tokens or more], the backend's own business."""
     pattern = Pattern(left, right, tuple(dilation), scale, dropout_p, global_rows)
     seen = Visibility(start, stop, holes, rank, places)
-    return _implementation(backend).forward(query, key, value, seen, pattern, seed)
+    return _forward(query, key, value, seen, pattern, seed, rows, at, backend)
 
 
 @forward_op.register_fake
@@ -90,16 +109,18 @@ def _(grad, query, key, value, *rest):
 
 
 def _save(ctx, inputs, output):
-    query, key, value, start, stop, holes, rank, places, seed, *ctx.numbers = inputs
-    out, lse = output
+    query, key, value, *masks_and_seed = inputs[:9]
+    _, at, *ctx.numbers = inputs[9:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, out, lse, start, stop, holes, rank, places, seed)
+    ctx.save_for_backward(at, query, key, value, *output, *masks_and_seed)
 
 
 def _backward(ctx, grad, _grad_lse):
     if grad is None:
-        return (None,) * 16
-    return (*backward_op(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 13)
+        return (None,) * 18
+    at, *saved = ctx.saved_tensors
+    grads = backward_op(grad, *saved, *ctx.numbers)
+    return (*grads, *(None,) * 6, _grad_rows(grad, at), *(None,) * 8)
 
 
 forward_op.register_autograd(_backward, setup_context=_save)
@@ -109,21 +130,21 @@ class _Eager(torch.autograd.Function):
     """The same without the dispatcher's checks, which cost more than a short sequence."""
 
     @staticmethod
-    def forward(ctx, query, key, value, seen, pattern, seed, backend):
-        out, lse = _implementation(backend).forward(query, key, value, seen, pattern, seed)
-        ctx.save_for_backward(query, key, value, out, lse, seed, *seen)
+    def forward(ctx, query, key, value, seen, pattern, seed, rows, at, backend):
+        out, lse = _forward(query, key, value, seen, pattern, seed, rows, at, backend)
+        ctx.save_for_backward(query, key, value, out, lse, seed, at, *seen)
         ctx.rest = pattern, backend
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, out, lse, seed, *seen = ctx.saved_tensors
+        query, key, value, out, lse, seed, at, *seen = ctx.saved_tensors
         pattern, backend = ctx.rest
         grads = _implementation(backend).backward(
             grad, query, key, value, out, lse, Visibility(*seen), pattern, seed
         )
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, _grad_rows(grad, at), None, None)
 
 
 def attend(
@@ -133,17 +154,22 @@ def attend(
     seen: Visibility,
     pattern: Pattern,
     seed: Tensor | None,
+    rows: Tensor | None,
+    at: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """Window attention by a fused backend. Differentiable once."""
+    """Window attention by a fused backend, with `rows` put in `at` their places. Differentiable
+    once."""
     if type(query) is Tensor and query.device.type != "meta" and not torch.compiler.is_compiling():
-        return _Eager.apply(query, key, value, seen, pattern, seed, backend)
+        return _Eager.apply(query, key, value, seen, pattern, seed, rows, at, backend)
     out, _ = forward_op(
         query,
         key,
         value,
         *seen,
         seed,
+        rows,
+        at,
         pattern.left,
         pattern.right,
         list(pattern.dilation),

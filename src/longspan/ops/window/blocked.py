@@ -353,7 +353,18 @@ def forward(
             part_lse = torch.logaddexp(old, part_lse)
         piece.queries.put(to, part)
         piece.queries.put(to_lse, part_lse)
+    chosen = None if pattern.global_rows else seen.is_global()
+    if chosen is not None:
+        # Somebody else fills these rows; an infinite log-sum-exp hides them from the backward pass.
+        out[chosen] = 0.0
+        lse.transpose(1, 2)[chosen] = torch.inf
     return out.to(dtype), lse
+
+
+def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> None:
+    """Write rows [batch, g, heads, dim] into `out` at tokens [batch, g], none where it is < 0."""
+    row, slot = (at >= 0).nonzero(as_tuple=True)
+    out[row, at[row, slot].long()] = rows[row, slot].to(out.dtype)
 
 
 def backward(

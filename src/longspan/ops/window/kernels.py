@@ -79,6 +79,20 @@ def load_tile(
 
 
 @triton.jit
+def stream_tile(
+    TILES, base, batch, column, first, residue, step, stride, live,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """Members first, first + 1, ... of one head, [BLOCK, D]; zeros beyond the row.
+
+    BULK: TILES is a tensor descriptor over [batch, tokens, heads * HEAD_DIM] and the GPU's copy
+    engine fetches the tile, which spares the threads all the addresses."""
+    if BULK:
+        return TILES.load([batch.to(tl.int32), first, column]).reshape(BLOCK, D)
+    return load_tile(base, residue + step * first, step, stride, live, HEAD_DIM, D, BLOCK)
+
+
+@triton.jit
 def load_rows(base, rows, stride, live, HEAD_DIM: tl.constexpr, D: tl.constexpr):
     """Rows [len(rows), D] of one head; dead rows and the columns beyond HEAD_DIM are zero."""
     column = tl.arange(0, D)
@@ -212,15 +226,16 @@ def absorb(
 
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def forward(
-    Q, K, V, OUT, LSE, START, STOP, HOLES, RANK, PLACES, SEED,
+    Q, K, V, OUT, LSE, START, STOP, HOLES, RANK, PLACES, SEED, K_TILES, V_TILES,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     n, lse_row, heads, head0, run, group, left, right, dilation, scale, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
-    DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr, ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of BM queries of one head: their window, then the global keys."""
+    """Output and log-sum-exp of BM queries of one head: their window, then the global keys. Not
+    ROWS: those of global queries come from elsewhere and are left as if they saw nothing."""
     batch = (tl.program_id(1) // run).to(tl.int64)
     head = head0 + tl.program_id(1) % run
     stream = batch * heads + head
@@ -257,11 +272,18 @@ def forward(
     row = i
     if DROPOUT:
         row = row_key(SEED, stream, i)
+    column = (head // group) * HEAD_DIM
     for s in range(begin, end, BN):
         mk = s + tl.arange(0, BN)
         j = residue + dilation * mk
-        k = load_tile(K, residue + dilation * s, dilation, k_token, mk < length, HEAD_DIM, D, BN)
-        v = load_tile(V, residue + dilation * s, dilation, v_token, mk < length, HEAD_DIM, D, BN)
+        k = stream_tile(
+            K_TILES, K, batch, column, s, residue, dilation, k_token, mk < length,
+            HEAD_DIM, D, BN, BULK,
+        )  # fmt: skip
+        v = stream_tile(
+            V_TILES, V, batch, column, s, residue, dilation, v_token, mk < length,
+            HEAD_DIM, D, BN, BULK,
+        )  # fmt: skip
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         edge = (s < safe_lo) | (s + BN - 1 > safe_hi)
         if BOUNDED:
@@ -299,6 +321,10 @@ def forward(
             )
 
     seen = total > 0
+    if GLOBAL and not ROWS:
+        # Somebody else fills the rows of global queries: hide these from the backward pass too.
+        ranks = tl.load(RANK + i + 1, mask=here, other=0) - tl.load(RANK + i, mask=here, other=0)
+        seen = seen & (ranks == 0)
     out = acc * (tl.where(seen, boost / total, 0.0))[:, None]
     OUT += batch * n * heads * HEAD_DIM + head * HEAD_DIM
     store_rows(OUT, i, heads * HEAD_DIM, here, out, HEAD_DIM, D)
@@ -309,14 +335,14 @@ def forward(
 
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def backward_query(
-    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, START, STOP, HOLES, RANK, PLACES, SEED,
+    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, START, STOP, HOLES, RANK, PLACES, SEED, K_TILES, V_TILES,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head,
     n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
     DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of BM queries, and delta = sum(out * grad) per row, which the keys' kernel needs."""
     batch = (tl.program_id(1) // run).to(tl.int64)
@@ -361,11 +387,18 @@ def backward_query(
     row = i
     if DROPOUT:
         row = row_key(SEED, stream, i)
+    column = (head // group) * HEAD_DIM
     for s in range(begin, end, BN):
         mk = s + tl.arange(0, BN)
         j = residue + dilation * mk
-        k = load_tile(K, residue + dilation * s, dilation, k_token, mk < length, HEAD_DIM, D, BN)
-        v = load_tile(V, residue + dilation * s, dilation, v_token, mk < length, HEAD_DIM, D, BN)
+        k = stream_tile(
+            K_TILES, K, batch, column, s, residue, dilation, k_token, mk < length,
+            HEAD_DIM, D, BN, BULK,
+        )  # fmt: skip
+        v = stream_tile(
+            V_TILES, V, batch, column, s, residue, dilation, v_token, mk < length,
+            HEAD_DIM, D, BN, BULK,
+        )  # fmt: skip
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(x * scale - lse[:, None])
         edge = (s < safe_lo) | (s + BN - 1 > safe_hi)
@@ -406,14 +439,14 @@ def backward_query(
 
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def backward_key(
-    Q, K, V, GRAD, LSE, DELTA, DK, DV, START, STOP, HOLES, RANK, PLACES, SEED,
+    Q, K, V, GRAD, LSE, DELTA, DK, DV, START, STOP, HOLES, RANK, PLACES, SEED, Q_TILES, GRAD_TILES,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head,
     n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
     DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BN keys and values: from the queries whose window holds them, and (GLOBAL)
     from the global queries. All tiles are transposed, keys down and queries across."""
@@ -454,11 +487,18 @@ def backward_key(
 
     dk = tl.zeros((BN, D), tl.float32)
     dv = tl.zeros((BN, D), tl.float32)
+    column = head * HEAD_DIM
     for s in range(begin, end, BM):
         mq = s + tl.arange(0, BM)
         i = residue + dilation * mq
-        q = load_tile(Q, residue + dilation * s, dilation, q_token, mq < length, HEAD_DIM, D, BM)
-        g = load_tile(GRAD, residue + dilation * s, dilation, g_token, mq < length, HEAD_DIM, D, BM)
+        q = stream_tile(
+            Q_TILES, Q, batch, column, s, residue, dilation, q_token, mq < length,
+            HEAD_DIM, D, BM, BULK,
+        )  # fmt: skip
+        g = stream_tile(
+            GRAD_TILES, GRAD, batch, column, s, residue, dilation, g_token, mq < length,
+            HEAD_DIM, D, BM, BULK,
+        )  # fmt: skip
         ready = in_row(i, mq < length, lse_row, DILATED)
         lse = tl.load(LSE + i, mask=ready, other=float("inf"))
         delta = tl.load(DELTA + i, mask=ready, other=0.0)
@@ -500,6 +540,19 @@ def backward_key(
     dense = batch * n * heads * HEAD_DIM + head * HEAD_DIM
     store_rows(DK + dense, j, heads * HEAD_DIM, here, dk * factor, HEAD_DIM, D)
     store_rows(DV + dense, j, heads * HEAD_DIM, here, dv, HEAD_DIM, D)
+
+
+@triton.jit
+def put_rows(OUT, GIVEN, AT, n, slots, width, BLOCK: tl.constexpr):
+    """Row `slot` of GIVEN to token AT[slot] of OUT; a negative AT goes nowhere."""
+    slot = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    at = tl.load(AT + batch * slots + slot)
+    if at >= 0:
+        for c in range(0, width, BLOCK):
+            column = c + tl.arange(0, BLOCK)
+            row = tl.load(GIVEN + (batch * slots + slot) * width + column, mask=column < width)
+            tl.store(OUT + (batch * n + at) * width + column, row, mask=column < width)
 
 
 @triton.jit

@@ -66,8 +66,8 @@ def attention_map(
     places: Tensor | None = None,
     scale: float | None = None,
 ) -> AttentionMap:
-    """The weights that `window_attention` gives to [batch, tokens, heads, head_dim], without its
-    global rows: those come from other projections, or from `rows` of a caller.
+    """The weights that `window_attention` gives to [batch, tokens, heads, head_dim]. Rows of
+    global tokens are zero: they come from projections of their own, which the caller knows.
 
     Args:
         seen: padding, documents and global tokens, from `visibility(...)`.
@@ -107,7 +107,9 @@ def attention_map(
             inside = (apart % stride == 0) & (apart >= -left * stride) & (apart <= right * stride)
             ok = (places >= 0)[:, None, None, :] & ~inside
             ok = ok & (far[:, None, None, :] >= low) & (far[:, None, None, :] < high)
-            visible.append(ok & (apart <= 0) if right == 0 else ok)
+            ok = ok & (apart <= 0) if right == 0 else ok
+            itself = (places[:, None] == chunk[:, None]).any(-1)[..., None, None]
+            visible = [part & ~itself for part in (*visible, ok)]
         joined, mask = torch.cat(scores, -1), torch.cat(visible, -1)
         blank = ~mask.any(-1, keepdim=True)
         weights = joined.masked_fill(~mask & ~blank, -torch.inf).softmax(-1)

@@ -23,7 +23,7 @@ class Pattern(NamedTuple):
     dilation: tuple[int, ...]  # one per query head
     scale: float
     dropout_p: float = 0.0
-    global_rows: bool = True  # False: global tokens are seen by all, but themselves see a window
+    global_rows: bool = True  # False: global tokens are seen by all; their own rows stay zero
 
     @property
     def causal(self) -> bool:

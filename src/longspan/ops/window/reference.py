@@ -25,8 +25,8 @@ def visible(
     mask = band.expand(batch, -1, tokens, tokens)
     if chosen is not None:
         mask = mask | chosen[:, None, None, :]
-        if pattern.global_rows:
-            mask = mask | chosen[:, None, :, None]
+        rows = chosen[:, None, :, None]
+        mask = mask | rows if pattern.global_rows else mask & ~rows
     if pattern.causal:
         mask = mask & (offset <= 0)
     return mask if together is None else mask & together[:, None]
@@ -79,3 +79,9 @@ def attend(
         keep = dropout.kept(seed, stream, position[:, None], position, pattern.dropout_p)
         weights = weights * keep / (1.0 - pattern.dropout_p)
     return torch.einsum("bhij,bjhd->bihd", weights.to(value.dtype), value)
+
+
+def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """`out` with rows [batch, g, heads, dim] at tokens [batch, g], none where it is negative."""
+    row, slot = (at >= 0).nonzero(as_tuple=True)
+    return out.index_put((row, at[row, slot].long()), rows[row, slot].to(out.dtype))

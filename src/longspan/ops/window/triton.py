@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspan.ops.window import dropout, kernels
 from longspan.ops.window.pattern import Pattern, Visibility
@@ -75,13 +76,16 @@ def forward(
 
     for head0, head1, step in pattern.head_groups():
         left, right, step = _reach(pattern, step, n)
-        tile = _tile("forward", query)
+        bulk = step == 1 and _bulk(key, value)
+        tile = _tile("forward", query, bulk)
         kernels.forward[(_blocks(n, step, tile.own), batch * (head1 - head0))](
-            query, key, value, out, lse, *masks, seed, *inputs,
+            query, key, value, out, lse, *masks, seed,
+            _tiles(key, tile.stream, bulk), _tiles(value, tile.stream, bulk), *inputs,
             n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step,
             scale, drop, boost,
-            BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1,
-            GLOBAL=seen.places is not None, **tile.launch(), **options,
+            BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1, BULK=bulk,
+            GLOBAL=seen.places is not None, ROWS=pattern.global_rows,
+            **tile.launch(), **options,
         )  # fmt: skip
     if seen.places is not None and pattern.global_rows:
         tile = _tile("global", query)
@@ -136,16 +140,20 @@ def backward(
         numbers = (n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step)
         numbers = (*numbers, scale, pattern.scale, drop, boost)
         # The queries' kernel goes first: it also leaves delta for all others.
-        tile = _tile("backward_query", query)
+        bulk = step == 1 and _bulk(key, value)
+        tile = _tile("backward_query", query, bulk)
         kernels.backward_query[(_blocks(n, step, tile.own), batch * (head1 - head0))](
-            query, key, value, out, grad, lse, delta, dq, *masks, seed, *inputs, *numbers,
-            BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1,
+            query, key, value, out, grad, lse, delta, dq, *masks, seed,
+            _tiles(key, tile.stream, bulk), _tiles(value, tile.stream, bulk), *inputs, *numbers,
+            BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1, BULK=bulk,
             GLOBAL=seen.places is not None, **tile.launch(), **options,
         )  # fmt: skip
-        tile = _tile("backward_key", query)
+        bulk = step == 1 and head_dim > 32 and _bulk(query, grad)
+        tile = _tile("backward_key", query, bulk)
         kernels.backward_key[(_blocks(n, step, tile.own), batch * (head1 - head0))](
-            query, key, value, grad, lse, delta, dk, dv, *masks, seed, *inputs, *numbers,
-            BM=tile.stream, BN=tile.own, BG=GATHERED, DILATED=step > 1,
+            query, key, value, grad, lse, delta, dk, dv, *masks, seed,
+            _tiles(query, tile.stream, bulk), _tiles(grad, tile.stream, bulk), *inputs, *numbers,
+            BM=tile.stream, BN=tile.own, BG=GATHERED, DILATED=step > 1, BULK=bulk,
             GLOBAL=seen.places is not None and pattern.global_rows,
             **tile.launch(), **options,
         )  # fmt: skip
@@ -173,6 +181,14 @@ def backward(
     return dq, dk, dv
 
 
+def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> None:
+    """Write rows [batch, g, heads, dim] into `out` at tokens [batch, g], none where it is < 0."""
+    batch, slots = at.shape
+    width = out.shape[2] * out.shape[3]
+    rows, at = rows.to(out.dtype).contiguous(), at.contiguous()
+    kernels.put_rows[(slots, batch)](out, rows, at, out.shape[1], slots, width, BLOCK=1024)
+
+
 def _rows_dense(tensor: Tensor) -> Tensor:
     """Kernels take any strides but want head_dim contiguous."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
@@ -194,6 +210,40 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
 def _pointers(seen: Visibility, unused: Tensor) -> tuple[Tensor, ...]:
     """Kernels take a pointer for every field; those not needed are never followed."""
     return tuple(unused if field is None else field for field in seen)
+
+
+def _bulk(*tensors: Tensor) -> bool:
+    """Whether the copy engine of Hopper and later GPUs can fetch tiles of these tensors."""
+    return all(_bulk_layout(t) for t in tensors) and _has_copy_engine(tensors[0].device)
+
+
+def _bulk_layout(tensor: Tensor) -> bool:
+    head_dim, wide = tensor.shape[3], 16 // tensor.itemsize
+    return (
+        tensor.itemsize == 2
+        and head_dim in (32, 64, 128)
+        and tensor.stride(2) == head_dim
+        and tensor.stride(1) % wide == 0
+        and (tensor.shape[0] == 1 or tensor.stride(0) % wide == 0)
+        and tensor.data_ptr() % 16 == 0
+    )
+
+
+@lru_cache
+def _has_copy_engine(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True  # interpreted: so that tests reach that code
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _tiles(tensor: Tensor, rows: int, bulk: bool) -> Tensor | TensorDescriptor:
+    """What the kernels stream tiles from: a tensor descriptor, or (not bulk) nothing of use."""
+    if not bulk:
+        return tensor
+    batch, n, heads, head_dim = tensor.shape
+    token = tensor.stride(1)
+    strides = [tensor.stride(0) if batch > 1 else n * token, token, 1]
+    return TensorDescriptor(tensor, [batch, n, heads * head_dim], strides, [1, rows, head_dim])
 
 
 def _options(query: Tensor, seen: Visibility, pattern: Pattern) -> dict:
@@ -235,14 +285,16 @@ def _mergers(query: Tensor) -> int:
     return 32 if query.is_cuda else 2
 
 
-def _tile(kernel: str, query: Tensor) -> Tile:
-    return _fitted_tile(kernel, query.shape[3], query.dtype, query.device)
+def _tile(kernel: str, query: Tensor, bulk: bool = False) -> Tile:
+    return _fitted_tile(kernel, query.shape[3], query.dtype, query.device, bulk)
 
 
 @lru_cache(maxsize=1024)
-def _fitted_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def _fitted_tile(
+    kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, bulk: bool
+) -> Tile:
     """The measured best cut, shrunk until it fits the GPU's shared memory."""
-    tile = _best_tile(kernel, head_dim, dtype)
+    tile = _best_tile(kernel, head_dim, dtype, bulk)
     row = _padded_dim(head_dim) * dtype.itemsize
     limit = _shared_memory(device)
     while 2 * row * (tile.own + tile.stages * tile.stream) > limit:
@@ -255,8 +307,8 @@ def _fitted_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.d
     return tile
 
 
-def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype) -> Tile:
-    """From a brute-force search on an H200 (LOG.md), half precision up to head size 128; beyond
+def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype, bulk: bool) -> Tile:
+    """From brute-force searches on an H200 (LOG.md), half precision up to head size 128; beyond
     that, and in float32, what keeps the accumulators in registers."""
     own = 16 if kernel == "global" else 64  # a handful of global tokens is the usual case
     if dtype == torch.float32:
@@ -267,10 +319,13 @@ def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype) -> Tile:
         return Tile(own, 32, 8, 2)
     if kernel == "global":
         return Tile(own, 64, 4, 3)
+    few = 128 if head_dim <= 64 else None
     if kernel == "forward":
-        return Tile(own, 64, 4, 3, 128 if head_dim <= 64 else None)
+        return Tile(own, 64, 4, 2 if bulk and head_dim == 64 else 3, few)
     if kernel == "backward_query":
-        return Tile(own, 64, 4, 2, 128 if head_dim <= 64 else None)
+        return Tile(own, 64, 4, 3 if bulk and head_dim <= 32 else 2, few)
+    if bulk:
+        return Tile(own, 64, 4, 2) if head_dim > 64 else Tile(own, 32, 4, 3, few)
     return Tile(own, 32, 4, 3, 168 if head_dim <= 64 else None)
 
 

@@ -1,27 +1,24 @@
-"""What is measured: single cases, and the suites made of them."""
+"""What is measured of attention: single cases, and the suites made of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from longspan.bench.benchmark import Case, Job
+
 Level = Literal["op", "layer"]
-Pass = Literal["forward", "forward+backward"]
-PASSES: tuple[Pass, ...] = ("forward", "forward+backward")
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase(Case):
     """One attention problem. An "op" case starts from q, k, v; a "layer" includes projections."""
 
-    tokens: int
     level: Level = "op"
-    batch: int = 1
     heads: int = 12
     head_dim: int = 64
     window: int = 512
     dilation: int = 1
     globals: int = 0
-    dtype: str = "bfloat16"
 
     def __str__(self) -> str:
         """The length, and what else differs from the paper's usual setting."""
@@ -31,32 +28,20 @@ class Case:
         extras += [f"{self.globals} global"] if self.globals else []
         return ", ".join([f"n={self.tokens:,}", *extras])
 
-    def small(self) -> "Case":
-        """The same at a size that costs nothing, to warm up with."""
+    def small(self) -> "AttentionCase":
         return replace(self, tokens=64, window=min(self.window, 64), globals=min(self.globals, 1))
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class Job:
-    """A case and the contenders that are measured on it, side by side, in both passes."""
-
-    case: Case
-    contenders: tuple[str, ...]
-
-
-def _jobs(cases: Iterable[Case], *contenders: str) -> list[Job]:
+def _jobs(cases: Iterable[AttentionCase], *contenders: str) -> list[Job]:
     return [Job(case, contenders) for case in cases]
 
 
 def gpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
     """Every target on a GPU. What the targets need comes first, in case the time runs out."""
-    base = Case(tokens=16_384, dtype=dtype)
+    base = AttentionCase(tokens=16_384, dtype=dtype)
     layer = replace(base, level="layer")
 
-    def at(case: Case, n: int, **changes: Any) -> Case:
+    def at(case: AttentionCase, n: int, **changes: Any) -> AttentionCase:
         return replace(case, tokens=n, **changes)
 
     def by_length(n: int) -> list[Job]:
@@ -81,7 +66,7 @@ def gpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
 
 def cpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
     """Whole layers and the bare op on a CPU, against transformers and dense attention."""
-    layers = [Case(tokens=n, level="layer", dtype=dtype) for n in lengths]
+    layers = [AttentionCase(tokens=n, level="layer", dtype=dtype) for n in lengths]
     jobs = _jobs(layers, "longspan-layer", "longformer-layer", "sdpa-layer")
     with_globals = [replace(case, globals=16) for case in layers if case.tokens <= 4096]
     jobs += _jobs(with_globals, "longspan-layer", "longformer-layer")
@@ -93,7 +78,7 @@ def cpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
 
 def quick_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
     """The demo: one layer against transformers' and dense attention's, at a few lengths."""
-    cases = [Case(tokens=n, level="layer", dtype=dtype) for n in lengths]
+    cases = [AttentionCase(tokens=n, level="layer", dtype=dtype) for n in lengths]
     return _jobs(cases, "longspan-layer", "longformer-layer", "sdpa-layer")
 
 
@@ -113,17 +98,9 @@ LENGTHS = {
 
 
 def suite(
-    *,
-    device: str,
-    dtype: str,
-    quick: bool = False,
-    lengths: Sequence[int] | None = None,
-    only: Sequence[str] = (),
+    *, device: str, dtype: str, quick: bool = False, lengths: Sequence[int] | None = None
 ) -> list[Job]:
-    """The jobs of one run, narrowed to `lengths` and to the contenders in `only` where given."""
+    """The jobs of one run, at `lengths` where given."""
     kind = "quick" if quick else ("gpu" if device == "cuda" else "cpu")
     make = {"quick": quick_suite, "gpu": gpu_suite, "cpu": cpu_suite}[kind]
-    jobs = make(dtype, lengths or LENGTHS[kind])
-    if only:
-        jobs = [Job(job.case, tuple(c for c in job.contenders if c in only)) for job in jobs]
-    return [job for job in jobs if job.contenders]
+    return make(dtype, lengths or LENGTHS[kind])

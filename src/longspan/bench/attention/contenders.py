@@ -7,7 +7,6 @@ prepared here, outside what is timed. Optional packages are imported only by who
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,72 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.bench.cases import Case, Pass
+from longspan.bench.attention.cases import AttentionCase
+from longspan.bench.benchmark import Contenders, Workload
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-@dataclass
-class Workload:
-    """`forward()` is what is timed; `leaves` are the tensors that gradients are wanted for.
-
-    The first leaf is shaped like the output, in every contender.
-    """
-
-    forward: Callable[[], Tensor]
-    leaves: list[Tensor]
-
-    def ready(self, kind: Pass) -> Callable[[], object]:
-        """The pass to be timed. It allocates nothing but what the pass itself needs."""
-        for leaf in self.leaves:
-            leaf.requires_grad_(kind != "forward")
-        if kind == "forward":
-            return torch.no_grad()(self.forward)
-        cotangent = torch.randn_like(self.leaves[0], requires_grad=False)
-        return lambda: self.forward().backward(cotangent)
-
-    def clear(self) -> None:
-        """Forget gradients, so that the next backward does not spend time on adding to them."""
-        for leaf in self.leaves:
-            leaf.grad = None
+CONTENDERS = Contenders()
+contender = CONTENDERS.register
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A name, how it is called in tables and figures, and how to build it."""
-
-    name: str
-    label: str
-    build: Callable[[Case, torch.device], Workload]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-
-
-CONTENDERS: dict[str, Contender] = {}
-
-
-def contender(
-    name: str, label: str, devices: tuple[str, ...] = ("cpu", "cuda")
-) -> Callable[[Callable[[Case, torch.device], Workload]], Callable[[Case, torch.device], Workload]]:
-    """Register a builder under `name`."""
-
-    def register(
-        build: Callable[[Case, torch.device], Workload],
-    ) -> Callable[[Case, torch.device], Workload]:
-        CONTENDERS[name] = Contender(name, label, build, devices)
-        return build
-
-    return register
-
-
-def _qkv(case: Case, device: torch.device) -> list[Tensor]:
+def _qkv(case: AttentionCase, device: torch.device) -> list[Tensor]:
     """Query, key and value, [batch, tokens, heads, head_dim]."""
     shape = (case.batch, case.tokens, case.heads, case.head_dim)
     dtype = getattr(torch, case.dtype)
     return [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
 
 
-def _global_mask(case: Case, device: torch.device) -> Tensor | None:
+def _global_mask(case: AttentionCase, device: torch.device) -> Tensor | None:
     """Bool [batch, tokens]: the first tokens are global, as a question in front of its text."""
     if case.globals == 0:
         return None
@@ -94,7 +46,7 @@ def _backend(device: torch.device) -> str:
 
 
 @contender("longspan", "longspan")
-def _longspan(case: Case, device: torch.device) -> Workload:
+def _longspan(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.ops.window import visibility, window_attention
 
     q, k, v = _qkv(case, device)
@@ -112,11 +64,11 @@ def _longspan(case: Case, device: torch.device) -> Workload:
             backend=_backend(device),
         )
 
-    return Workload(forward, [q, k, v])
+    return Workload(forward, [q, k, v], q)
 
 
 @contender("longspan-unprepared", "longspan, unprepared")
-def _longspan_unprepared(case: Case, device: torch.device) -> Workload:
+def _longspan_unprepared(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.ops.window import window_attention
 
     q, k, v = _qkv(case, device)
@@ -133,7 +85,7 @@ def _longspan_unprepared(case: Case, device: torch.device) -> Workload:
             backend=_backend(device),
         )
 
-    return Workload(forward, [q, k, v])
+    return Workload(forward, [q, k, v], q)
 
 
 @cache
@@ -147,7 +99,7 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _block_mask(case: Case, device: torch.device) -> BlockMask:
+def _block_mask(case: AttentionCase, device: torch.device) -> BlockMask:
     import warnings
 
     from torch.nn.attention.flex_attention import create_block_mask
@@ -171,39 +123,39 @@ def _block_mask(case: Case, device: torch.device) -> BlockMask:
 
 
 @contender("flex", "FlexAttention", devices=("cuda",))
-def _flex(case: Case, device: torch.device) -> Workload:
+def _flex(case: AttentionCase, device: torch.device) -> Workload:
     if case.dilation != 1:
         raise ValueError("the FlexAttention contender has no dilation")
     flex = _compiled_flex()
     block_mask = _block_mask(case, device)
     q, k, v = (t.transpose(1, 2).contiguous() for t in _qkv(case, device))
-    return Workload(lambda: flex(q, k, v, block_mask=block_mask), [q, k, v])
+    return Workload(lambda: flex(q, k, v, block_mask=block_mask), [q, k, v], q)
 
 
 @contender("sdpa", "dense, SDPA")
-def _sdpa(case: Case, device: torch.device) -> Workload:
+def _sdpa(case: AttentionCase, device: torch.device) -> Workload:
     q, k, v = (t.transpose(1, 2).contiguous() for t in _qkv(case, device))
-    return Workload(lambda: F.scaled_dot_product_attention(q, k, v), [q, k, v])
+    return Workload(lambda: F.scaled_dot_product_attention(q, k, v), [q, k, v], q)
 
 
 @contender("eager", "dense, written out", devices=("cuda",))
-def _eager(case: Case, device: torch.device) -> Workload:
+def _eager(case: AttentionCase, device: torch.device) -> Workload:
     q, k, v = (t.transpose(1, 2).contiguous() for t in _qkv(case, device))
     scale = case.head_dim**-0.5
-    return Workload(lambda: ((q * scale) @ k.transpose(2, 3)).softmax(-1) @ v, [q, k, v])
+    return Workload(lambda: ((q * scale) @ k.transpose(2, 3)).softmax(-1) @ v, [q, k, v], q)
 
 
-def _hidden(case: Case, device: torch.device) -> Tensor:
+def _hidden(case: AttentionCase, device: torch.device) -> Tensor:
     shape = (case.batch, case.tokens, case.heads * case.head_dim)
     return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
 
 
 def _layer_workload(layer: nn.Module, hidden: Tensor, forward: Callable[[], Tensor]) -> Workload:
-    return Workload(forward, [hidden, *layer.parameters()])
+    return Workload(forward, [hidden, *layer.parameters()], hidden)
 
 
 @contender("longspan-layer", "longspan")
-def _longspan_layer(case: Case, device: torch.device) -> Workload:
+def _longspan_layer(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.layers.window import WindowAttention
     from longspan.ops import global_positions, visibility
 
@@ -219,7 +171,7 @@ def _longspan_layer(case: Case, device: torch.device) -> Workload:
 
 
 @contender("longformer-layer", "transformers Longformer")
-def _longformer_layer(case: Case, device: torch.device) -> Workload:
+def _longformer_layer(case: AttentionCase, device: torch.device) -> Workload:
     from transformers import LongformerConfig
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
@@ -263,7 +215,7 @@ class _DenseLayer(nn.Module):
 
 
 @contender("sdpa-layer", "dense, SDPA")
-def _sdpa_layer(case: Case, device: torch.device) -> Workload:
+def _sdpa_layer(case: AttentionCase, device: torch.device) -> Workload:
     hidden = _hidden(case, device)
     layer = _DenseLayer(case.heads * case.head_dim, case.heads).to(device, hidden.dtype)
     return _layer_workload(layer, hidden, lambda: layer(hidden))

@@ -1,21 +1,19 @@
 """Figures drawn from a results file alone: scaling with length, and the sweeps."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MultipleLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullLocator
 
-from longspan.bench.cases import PASSES, Case, Level
-from longspan.bench.contenders import CONTENDERS
+from longspan.bench import drawing
+from longspan.bench.attention.cases import AttentionCase, Level
+from longspan.bench.attention.contenders import CONTENDERS
+from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Point
 from longspan.bench.labels import End, label_ends
-from longspan.bench.measure import OUT_OF_MEMORY, Point
 from longspan.bench.store import Results
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; dense attention in greys.
@@ -28,65 +26,27 @@ COLOURS = {
     "sdpa-layer": "#555555",
     "eager": "#A0A0A0",
 }
-_STYLES = dict(zip(PASSES, ("-", (0, (4, 1.8))), strict=True))
-_CROSS: dict[str, Any] = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
-_LOOK: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#444444",
-    "axes.linewidth": 0.8,
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "longspan",  # the same results give the same file
-}
 _LEVELS: dict[Level, str] = {"op": "attention alone", "layer": "self-attention layer"}
 
 
 def draw(results: Results, stem: Path) -> list[Path]:
     """Draw every figure there is data for; `stem` is the path without its ending."""
-    written = []
-    with matplotlib.rc_context(_LOOK):
-        figures = {"": _scaling(results), "-sweeps": _sweeps(results)}
-        for suffix, figure in figures.items():
-            if figure is None:
-                continue
-            for ending in (".png", ".svg"):
-                path = stem.with_name(stem.name + suffix + ending)
-                metadata = {"Date": None} if ending == ".svg" else None
-                figure.savefig(path, dpi=160, bbox_inches="tight", metadata=metadata)
-                written.append(path)
-    return written
+    with drawing.look():
+        return drawing.save({"": _scaling(results), "-sweeps": _sweeps(results)}, stem)
 
 
-def _dtype(results: Results) -> str:
-    return next(case.dtype for case, _, _ in results.points)
-
-
-def _plain(results: Results, **changes: Any) -> Case:
-    return replace(Case(tokens=16_384, dtype=_dtype(results)), **changes)
+def _plain(results: Results, **changes: Any) -> AttentionCase:
+    return replace(AttentionCase(tokens=16_384, dtype=drawing.dtype(results)), **changes)
 
 
 def _line(
-    results: Results, cases: Sequence[Case], name: str, kind: Any
-) -> list[tuple[Case, Point]]:
+    results: Results, cases: Sequence[AttentionCase], name: str, kind: Any
+) -> list[tuple[AttentionCase, Point]]:
     found = [(case, results.get(case, name, kind)) for case in cases]
     return [(case, point) for case, point in found if point is not None]
 
 
-def _points(results: Results, case: Case) -> list[Point]:
+def _points(results: Results, case: AttentionCase) -> list[Point]:
     return [point for key, point in results.points.items() if key[0] == case]
 
 
@@ -94,7 +54,7 @@ def _scaling(results: Results) -> Figure | None:
     """Time and memory against length, log-log: the Longformer paper's Figure 1, today."""
     if not results.points:
         return None
-    rows: list[tuple[Level, list[Case]]] = []
+    rows: list[tuple[Level, list[AttentionCase]]] = []
     for level in _LEVELS:
         plain = _plain(results, level=level)
         lengths = sorted({c.tokens for c, _, _ in results.points if c.level == level})
@@ -108,22 +68,20 @@ def _scaling(results: Results) -> Figure | None:
     for (level, cases), (left, right) in zip(rows, axes, strict=True):
         ends.append((left, _panel(left, results, cases, "ms", f"Time, {_LEVELS[level]}")))
         ends.append((right, _panel(right, results, cases, "mib", f"Peak memory, {_LEVELS[level]}")))
-        handles = [Line2D([], [], color="#444444", linestyle=s) for s in _STYLES.values()]
-        names = [_spoken(kind) for kind in PASSES]
-        if any(p.error == OUT_OF_MEMORY for c in cases for p in _points(results, c)):
-            handles.append(Line2D([], [], color="#444444", linestyle="", **_CROSS))
-            names.append("out of memory")
-        left.legend(handles, names, loc="lower right", frameon=False, handlelength=2.6)
+        failed = any(p.error == OUT_OF_MEMORY for c in cases for p in _points(results, c))
+        drawing.legend(left, failed)
     case = rows[0][1][0]
     figure.tight_layout(w_pad=3.5, h_pad=2.5)
     for panel, its_ends in ends:
         label_ends(panel, its_ends)
-    _footer(figure, results, f"{case.heads} heads x {case.head_dim}, window {case.window}")
+    drawing.footer(
+        figure, results, f"batch 1, {case.heads} heads x {case.head_dim}, window {case.window}"
+    )
     return figure
 
 
 def _panel(
-    axes: Axes, results: Results, cases: Sequence[Case], quantity: str, title: str
+    axes: Axes, results: Results, cases: Sequence[AttentionCase], quantity: str, title: str
 ) -> list[End]:
     """Draw one quantity of all contenders; return the ends of the lines, to be named."""
     ends = []
@@ -134,73 +92,24 @@ def _panel(
             line = [(c.tokens, getattr(p, quantity)) for c, p in points if getattr(p, quantity)]
             if not line:
                 continue
-            x, y = zip(*line, strict=True)
-            style = {"color": colour, "linestyle": _STYLES[kind], "zorder": 3 if ours else 2}
-            axes.plot(x, y, marker="o", **style)
+            failed = [c.tokens for c, p in points if p.error == OUT_OF_MEMORY]
+            end = drawing.plot_line(axes, line, failed, colour, drawing.STYLES[kind], front=ours)
             if kind == PASSES[-1]:
-                label = CONTENDERS[name].label
-                if len(label) > 15:  # two short lines stay clear of axes and panels
-                    label = label.replace(" ", "\n", 1)
-                ends.append(End(x[-1], y[-1], label, colour, bold=ours))
-            for case in [c for c, p in points if p.error == OUT_OF_MEMORY][:1]:
-                guess = _extrapolate(line, case.tokens)
-                axes.plot([x[-1], case.tokens], [y[-1], guess], ":", color=colour, linewidth=1)
-                axes.plot(case.tokens, guess, color=colour, **_CROSS)
+                ends.append(drawing.name_end(end, CONTENDERS[name].label, colour, bold=ours))
     axes.set_title(title)
     axes.set_xlabel("tokens")
-    _length_axis(axes, [case.tokens for case in cases])
+    drawing.length_axis(axes, [case.tokens for case in cases])
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if quantity == "ms":
         if high / low < 1000:
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _duration(y)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: drawing.duration(y)))
     else:
-        # Powers of two, as memory comes, and no more ticks than can be read.
-        first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
-        ticks = range(first, last + 1, max(1, round((last - first) / 5)))
-        axes.yaxis.set_major_locator(FixedLocator([2.0**tick for tick in ticks]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _memory(y)))
+        drawing.memory_axis(axes)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(low, high * (high / low) ** 0.08)
     return ends
-
-
-def _extrapolate(line: Sequence[tuple[float, float]], x: float) -> float:
-    """Where the straight log-log continuation of the last two points meets `x`."""
-    if len(line) < 2:
-        return line[-1][1]
-    (x0, y0), (x1, y1) = line[-2:]
-    power = math.log(y1 / y0) / math.log(x1 / x0)
-    return y1 * (x / x1) ** power
-
-
-def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(lengths)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: _count(n)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    # Room on the right for the names at the ends of the lines.
-    low, high = min(lengths), max(lengths)
-    room = max(high / low, 4)
-    axes.set_xlim(low / room**0.04, high * room**0.4)
-
-
-def _count(n: float) -> str:
-    n = round(n)
-    if n >= 2**20 and n % 2**20 == 0:
-        return f"{n // 2**20}M"
-    return f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n)
-
-
-def _duration(ms: float) -> str:
-    if ms >= 1000:
-        return f"{ms / 1000:g} s"
-    return f"{ms:g} ms" if ms >= 0.099 else f"{round(ms * 1000, 1):g} µs"
-
-
-def _memory(mib: float) -> str:
-    return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB"
 
 
 def _sweeps(results: Results) -> Figure | None:
@@ -234,13 +143,13 @@ def _sweeps(results: Results) -> Figure | None:
     figure.tight_layout(w_pad=2.5, h_pad=2.0)
     for panel, its_ends in zip(axes, ends, strict=True):
         label_ends(panel, its_ends)
-    what = f"{plain.tokens:,} tokens, {plain.heads} heads, attention alone"
-    _footer(figure, results, what)
+    what = f"batch 1, {plain.tokens:,} tokens, {plain.heads} heads, attention alone"
+    drawing.footer(figure, results, what)
     return figure
 
 
 def _speedup_panel(
-    results: Results, plain: Case, field: str, values: Sequence[int], label: str
+    results: Results, plain: AttentionCase, field: str, values: Sequence[int], label: str
 ) -> Callable[[Axes], list[End]]:
     def draw_on(axes: Axes) -> list[End]:
         highest = 2.0
@@ -254,8 +163,11 @@ def _speedup_panel(
             if line:
                 x, y = zip(*line, strict=True)
                 highest = max(highest, *y)
-                style: dict[str, Any] = {"color": COLOURS["longspan"], "linestyle": _STYLES[kind]}
-                axes.plot(x, y, label=_spoken(kind), **style)
+                style: dict[str, Any] = {
+                    "color": COLOURS["longspan"],
+                    "linestyle": drawing.STYLES[kind],
+                }
+                axes.plot(x, y, label=drawing.spoken(kind), **style)
                 axes.plot(x, y, "o", color=COLOURS["longspan"])
         axes.axhline(1, color=COLOURS["flex"], linewidth=1.4)
         axes.set_ylim(0, highest * 1.3)
@@ -271,7 +183,7 @@ def _speedup_panel(
 
 
 def _time_panel(
-    results: Results, plain: Case, field: str, values: Sequence[int], label: str
+    results: Results, plain: AttentionCase, field: str, values: Sequence[int], label: str
 ) -> Callable[[Axes], list[End]]:
     def draw_on(axes: Axes) -> list[End]:
         ends, cases = [], [replace(plain, **{field: value}) for value in values]
@@ -282,7 +194,7 @@ def _time_panel(
                 if len(line) < 2:
                     continue
                 x, y = zip(*line, strict=True)
-                style: dict[str, Any] = {"color": COLOURS[name], "linestyle": _STYLES[kind]}
+                style: dict[str, Any] = {"color": COLOURS[name], "linestyle": drawing.STYLES[kind]}
                 axes.plot(x, y, marker="o", **style)
                 if kind == PASSES[-1]:
                     title = CONTENDERS[name].label
@@ -297,19 +209,7 @@ def _time_panel(
     return draw_on
 
 
-def _spoken(kind: str) -> str:
-    return kind.replace("+", " + ")
-
-
 def _category_axis(axes: Axes, values: Sequence[int], label: str) -> None:
     axes.set_xticks(range(len(values)), [f"{value:,}" for value in values])
     axes.set_xlabel(label)
     axes.grid(visible=False, axis="x")
-
-
-def _footer(figure: Figure, results: Results, what: str) -> None:
-    head = results.header
-    text = (
-        f"{head['machine']}, {_dtype(results)}, batch 1, {what}; torch {head['versions']['torch']}"
-    )
-    figure.text(0.01, -0.01, text, fontsize=7.5, color="#777777", ha="left", va="top")

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.bench import contenders
-from longspan.bench.cases import PASSES, Case
-from longspan.bench.contenders import CONTENDERS
+from longspan.bench.attention import contenders
+from longspan.bench.attention.cases import AttentionCase
+from longspan.bench.attention.contenders import CONTENDERS
+from longspan.bench.benchmark import PASSES
 
 CPU = torch.device("cpu")
 
 
-def solve(name: str, case: Case) -> Tensor:
+def solve(name: str, case: AttentionCase) -> Tensor:
     """The output of a contender, always [batch, tokens, heads, head_dim]."""
     torch.manual_seed(0)
     output = CONTENDERS[name].build(case, CPU).ready("forward")()
@@ -20,8 +21,8 @@ def solve(name: str, case: Case) -> Tensor:
     return output.transpose(1, 2) if heads_first else output
 
 
-def small_case(window: int = 32, count: int = 0) -> Case:
-    return Case(256, heads=2, head_dim=16, window=window, globals=count, dtype="float32")
+def small_case(window: int = 32, count: int = 0) -> AttentionCase:
+    return AttentionCase(256, heads=2, head_dim=16, window=window, globals=count, dtype="float32")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -51,7 +52,7 @@ def test_dense_attention_is_the_widest_window(name: str) -> None:
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("name", ["longspan-layer", "longformer-layer"])
 def test_layers_give_gradients(name: str, count: int) -> None:
-    case = Case(
+    case = AttentionCase(
         tokens=64, level="layer", heads=2, head_dim=16, window=32, globals=count, dtype="float32"
     )
     workload = CONTENDERS[name].build(case, CPU)

@@ -1,0 +1,80 @@
+"""What is made of attention's points: targets and figures; and the suites that measure them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.made_up import make_header, make_results, pick
+
+from longspan.bench.attention import BENCHMARK
+from longspan.bench.attention.cases import AttentionCase
+from longspan.bench.attention.claims import claims
+from longspan.bench.attention.figure import draw
+from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Pass, Point
+from longspan.bench.store import Results
+
+
+def linear_results() -> Results:
+    """Times linear in n, where every rival takes twice as long as longspan."""
+
+    def point(case: AttentionCase, name: str, kind: Pass) -> Point:
+        if name == "eager" and case.tokens > 16_384:
+            return Point(case, name, kind, error=OUT_OF_MEMORY)
+        cost = case.tokens * (1 if name.startswith("longspan") else 2)
+        return Point(case, name, kind, ms=cost / 1e3, mib=cost / 1e2)
+
+    return make_results("attention", "cuda", point)
+
+
+def test_cuda_claims() -> None:
+    made = claims(linear_results())
+    assert all(claim.measured is not None for claim in made), "the suite measures every target"
+    window = pick(made, "window, n=65,536, forward:", "FlexAttention")
+    assert window.measured == pytest.approx(2.0)
+    assert window.met
+    assert pick(made, "16 global, n=16,384, forward+backward", "Flex").met is False
+    assert pick(made, "time per token", "forward+backward").measured == pytest.approx(1.0)
+    assert pick(made, "layer", " 0 global, forward:").target == 25
+
+
+def test_worst_of_a_sweep_counts() -> None:
+    results = linear_results()
+    slow = AttentionCase(tokens=16_384, window=128)
+    results.add(Point(slow, "longspan", "forward", ms=1e3, mib=1.0))
+    assert pick(claims(results), "windows", "forward:").met is False
+    del results.points[slow, "longspan", "forward"]
+    assert pick(claims(results), "windows", "forward:").met is None
+
+
+def test_cpu_claims() -> None:
+    results = Results(make_header("cpu"))
+    case = AttentionCase(tokens=4096, level="layer", dtype="float32")
+    for name, ms, mib in (("longspan-layer", 10, 30), ("longformer-layer", 29, 100)):
+        for kind in PASSES:
+            results.add(Point(case, name, kind, ms=ms, mib=mib))
+    made = claims(results)
+    assert [claim.met for claim in made] == [True, False, True, True]
+
+
+def test_figures_with_and_without_sweeps(tmp_path: Path) -> None:
+    names = [path.name for path in draw(linear_results(), tmp_path / "a")]
+    assert names == ["a.png", "a.svg", "a-sweeps.png", "a-sweeps.svg"]
+    single = Results(make_header())
+    single.add(Point(AttentionCase(tokens=512), "longspan", "forward", ms=1.0, mib=1.0))
+    assert [path.name for path in draw(single, tmp_path / "b")] == ["b.png", "b.svg"]
+    assert draw(Results(make_header()), tmp_path / "c") == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_suites_name_each_case_once(device: str, quick: bool) -> None:
+    jobs = BENCHMARK.jobs(device=device, dtype="float32", quick=quick)
+    assert len({job.case for job in jobs}) == len(jobs)
+    for job in jobs:
+        assert set(job.contenders) <= set(BENCHMARK.contenders)
+
+
+def test_suite_can_be_narrowed() -> None:
+    jobs = BENCHMARK.jobs(device="cuda", dtype="float16", lengths=[4096], only=["flex"])
+    assert {job.contenders for job in jobs} == {("flex",)}
+    assert jobs[0].case == replace(AttentionCase(tokens=4096), dtype="float16")
