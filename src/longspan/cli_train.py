@@ -53,6 +53,7 @@ def train(
     """
     from os import environ
 
+    from torch import device
     from transformers.utils import logging
 
     from longspan.recipes import find
@@ -72,15 +73,16 @@ def train(
         chosen = find(recipe)
         chosen = change(shrink(chosen) if small else chosen, settings)
         task = CharLM(chosen)
-        model = task.build().num_parameters()
+        with device("meta"):
+            size = task.build().num_parameters()
         console.print(
-            f"{chosen.name}: {model / 1e6:.1f}M parameters, {len(task.corpus.train):,} bytes to "
+            f"{chosen.name}: {size / 1e6:.1f}M parameters, {len(task.corpus.train):,} bytes to "
             f"train on, {chosen.steps:,} steps, into {run}",
             soft_wrap=True,
             highlight=False,
         )
         carry_out(chosen, task, run, resume=resume, console=console)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
         console.print(f"stopped; the same command with --resume goes on from {run}")

@@ -117,7 +117,7 @@ def train(
                 mean: Any = accelerator.reduce(torch.stack(losses).mean(), "mean")
                 nats = float(mean)  # waits for the device
                 if not math.isfinite(nats):
-                    raise RuntimeError(
+                    raise FloatingPointError(
                         f"the loss is {nats} at step {done}: try a lower learning rate, a longer "
                         "warm-up or precision=no; --resume goes on from the last checkpoint"
                     )
