@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "train": {"data"},
     "tasks": {"train", "data", "models"},
     "recipes": {"train", "data"},
+    "analyze": {"tasks", "models", "data"},
     "registration": {"models"},
     "machine": set(),
     "doctor": {"machine", "ops"},

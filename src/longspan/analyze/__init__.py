@@ -1,0 +1,1 @@
+"""What models do with long text, as numbers to look at."""
