@@ -166,6 +166,56 @@ def test_a_damaged_report_is_named(tmp_path: Path, content: str) -> None:
     assert "is a folder" in invoke("bench", "report", str(tmp_path), code=2)
 
 
+def toy_run(tmp_path: Path, *more: str, code: int = 0) -> str:
+    text = tmp_path / "text"
+    text.write_bytes(b"one two three four five six seven. " * 100)
+    command = ("train", "enwik8-small", "--shrink", "--data", str(text))
+    return invoke(*command, "--output", str(tmp_path / "run"), *more, code=code)
+
+
+def test_train_eval_generate(tmp_path: Path) -> None:
+    output = toy_run(tmp_path)
+    assert "10 steps" in output
+    assert "bits per character" in output
+    run = str(tmp_path / "run")
+    whole = invoke("eval", run)
+    assert "test: " in whole
+    assert "document 0: 175 bytes" in invoke("eval", run, "--documents")
+    assert invoke("eval", run, "--limit", "50") != whole
+
+    options = ("--prompt", "one two ", "--tokens", "20", "--seed", "3")
+    written = invoke("generate", run, *options)
+    assert written.startswith("one two ")
+    assert len(written) > len("one two ")
+    assert invoke("generate", run, *options) == written
+    checkpoint = next((tmp_path / "run" / "checkpoints").iterdir())
+    assert invoke("generate", str(checkpoint), *options) == written
+    assert invoke("generate", run, "--temperature", "0", "--tokens", "5")
+
+
+def test_recipes_are_listed() -> None:
+    from longspan.recipes import RECIPES
+
+    output = invoke("recipes")
+    for name in RECIPES:
+        assert name in output
+
+
+def test_training_mistakes_are_said_before_anything_starts(tmp_path: Path) -> None:
+    assert "did you mean tiny?" in invoke("train", "tinny", code=2)
+    assert "give --data PATH" in invoke("train", "enwik8-small", code=2)
+    assert "did you mean steps?" in toy_run(tmp_path, "--set", "phases.0.step=3", code=2)
+    assert "expected int" in toy_run(tmp_path, "--set", "seed=x", code=2)
+    assert "no run to resume" in toy_run(tmp_path, "--resume", code=2)
+    assert not (tmp_path / "run").exists()
+    toy_run(tmp_path)
+    assert "holds a run already" in toy_run(tmp_path, code=2)
+    assert "no recipe.json" in invoke("eval", str(tmp_path), code=2)
+    assert "choose from best, last" in invoke(
+        "generate", str(tmp_path / "run"), "--checkpoint", "first", code=2
+    )
+
+
 def test_output_must_be_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

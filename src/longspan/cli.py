@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 import longspan
+from longspan.cli_train import commands
 
 app = typer.Typer(
     name="longspan",
@@ -23,6 +24,7 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(commands)
 
 
 def _version(wanted: bool) -> None:

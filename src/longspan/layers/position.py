@@ -35,15 +35,18 @@ def rotate(*states: Tensor, position: Tensor, base: float) -> tuple[Tensor, ...]
 
     The two halves of a head are paired: pair i turns by position / base ** (2i / head_dim). A
     score between two turned tokens depends on how far apart they are, not on where they stand.
+    Positions in float64 keep angles exact far into a text, where float32 blurs neighbours.
     """
     head_dim = states[0].shape[-1]
-    step = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
+    wide = torch.float64 if position.dtype == torch.float64 else torch.float32
+    step = torch.arange(0, head_dim, 2, device=position.device, dtype=wide)
     rate = 1.0 / base ** (step / head_dim)
-    angle = (position.to(torch.float32)[..., None] * rate)[:, :, None, :]
+    angle = (position.to(wide)[..., None] * rate)[:, :, None, :]
     cos, sin = angle.cos(), angle.sin()
     turned = []
     for one in states:
         left, right = one.to(torch.promote_types(one.dtype, torch.float32)).chunk(2, dim=-1)
-        both = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        c, s = cos.to(left.dtype), sin.to(left.dtype)
+        both = torch.cat((left * c - right * s, right * c + left * s), dim=-1)
         turned.append(both.to(one.dtype))
     return tuple(turned)

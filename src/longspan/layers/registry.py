@@ -4,10 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan.layers.base import AttentionLayer
+from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
+from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.window import WindowAttention
+from longspan.layers.xl import XLAttention
 
 ATTENTION: dict[str, type[AttentionLayer]] = {
     "window": WindowAttention,
+}
+# For decoders, called as `layers/causal.py` says.
+CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
+    "window": CausalWindow,
+    "full": CausalFull,
+    "xl": XLAttention,
+    "compressive": CompressiveAttention,
 }
 
 
@@ -16,12 +26,29 @@ def build_attention(
 ) -> AttentionLayer:
     """The layer that `setting` asks for: its "kind" ("window" if absent) and its options, beside
     those that all layers of a model share, `dropout` and `bias`."""
-    options = shared | dict(setting)
+    return _build(ATTENTION, dim, heads, setting, shared)
+
+
+def build_causal_attention(
+    dim: int, heads: int, setting: Mapping[str, Any], **shared: Any
+) -> CausalAttention:
+    """The same for a decoder."""
+    return _build(CAUSAL_ATTENTION, dim, heads, setting, shared)
+
+
+def _build(
+    known: Mapping[str, Any],
+    dim: int,
+    heads: int,
+    setting: Mapping[str, Any],
+    shared: Mapping[str, Any],
+) -> Any:
+    options = dict(shared) | dict(setting)
     kind = options.pop("kind", "window")
-    if kind not in ATTENTION:
-        raise ValueError(f"attention kind {kind!r} is unknown; choose from {', '.join(ATTENTION)}")
+    if kind not in known:
+        raise ValueError(f"attention kind {kind!r} is unknown; choose from {', '.join(known)}")
     try:
-        return ATTENTION[kind](dim, heads, **options)
+        return known[kind](dim, heads, **options)
     except TypeError as error:
         # A misspelt or missing option surfaces as Python's own complaint about arguments.
         raise TypeError(f"attention setting {dict(setting)!r}: {error}") from None

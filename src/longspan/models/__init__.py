@@ -3,6 +3,7 @@
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
@@ -11,6 +12,8 @@ from transformers import (
 )
 
 from longspan.models.config import LongspanConfig
+from longspan.models.decoder import DecoderState, LongspanForCausalLM
+from longspan.models.decoder_config import LongspanDecoderConfig
 from longspan.models.encoder import LongspanModel, LongspanPreTrainedModel
 from longspan.models.heads import (
     LongspanForMaskedLM,
@@ -21,9 +24,13 @@ from longspan.models.heads import (
 )
 from longspan.models.packing import Packing, pad, unpad
 from longspan.models.presets import explain_global
+from longspan.models.sampling import Sampler
 
 __all__ = [
+    "DecoderState",
     "LongspanConfig",
+    "LongspanDecoderConfig",
+    "LongspanForCausalLM",
     "LongspanForMaskedLM",
     "LongspanForMultipleChoice",
     "LongspanForQuestionAnswering",
@@ -32,6 +39,7 @@ __all__ = [
     "LongspanModel",
     "LongspanPreTrainedModel",
     "Packing",
+    "Sampler",
     "explain_global",
     "pad",
     "unpad",
@@ -44,3 +52,6 @@ AutoModelForMultipleChoice.register(LongspanConfig, LongspanForMultipleChoice)
 AutoModelForQuestionAnswering.register(LongspanConfig, LongspanForQuestionAnswering)
 AutoModelForSequenceClassification.register(LongspanConfig, LongspanForSequenceClassification)
 AutoModelForTokenClassification.register(LongspanConfig, LongspanForTokenClassification)
+
+AutoConfig.register("longspan_decoder", LongspanDecoderConfig)
+AutoModelForCausalLM.register(LongspanDecoderConfig, LongspanForCausalLM)

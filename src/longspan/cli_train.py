@@ -1,0 +1,212 @@
+"""The commands of language models: recipes, train, eval, generate."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from longspan.models import LongspanForCausalLM
+    from longspan.train.recipe import Recipe
+
+commands = typer.Typer()
+
+
+@commands.command()
+def recipes() -> None:
+    """List the recipes that [bold]longspan train[/] knows."""
+    from rich.table import Table
+
+    from longspan.recipes import RECIPES, summary
+
+    table = Table("recipe", "what it is", box=None, pad_edge=False)
+    for name in RECIPES:
+        table.add_row(name, summary(name))
+    _console().print(table)
+
+
+@commands.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A name from [bold]longspan recipes[/].")],
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value, e.g. phases.0.steps=100; may be repeated."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The text: a file, or a folder of documents.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The run's folder; runs/RECIPE by default.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in that folder.")
+    ] = False,
+    small: Annotated[
+        bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
+    ] = False,
+) -> None:
+    """Train a language model. Stop it at any time; [bold]--resume[/] goes on where it was.
+
+    [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data. Several GPUs:
+    [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
+    """
+    from os import environ
+
+    from torch import device
+    from transformers.utils import logging
+
+    from longspan.recipes import find
+    from longspan.recipes.shrink import shrink
+    from longspan.tasks.charlm import CharLM
+    from longspan.train.loop import train as carry_out
+    from longspan.train.recipe import change, parse
+
+    logging.disable_progress_bar()
+    main = environ.get("RANK", "0") == "0"  # of several processes, one speaks
+    console = _console() if main else Console(quiet=True)
+    run = output or Path("runs") / recipe
+    try:
+        settings = parse(setting or [])
+        if data is not None:
+            settings["data.path"] = str(data)
+        chosen = find(recipe)
+        chosen = change(shrink(chosen) if small else chosen, settings)
+        task = CharLM(chosen)
+        with device("meta"):
+            size = task.build().num_parameters()
+        console.print(
+            f"{chosen.name}: {size / 1e6:.1f}M parameters, {len(task.corpus.train):,} bytes to "
+            f"train on, {chosen.steps:,} steps, into {run}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        carry_out(chosen, task, run, resume=resume, console=console)
+    except (ValueError, OSError, FloatingPointError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command with --resume goes on from {run}")
+        raise typer.Exit(130) from None
+    console.print(f"wrote {run}; next: longspan eval {run}, longspan generate {run}")
+
+
+@commands.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    split: Annotated[str, typer.Option(help="valid or test.")] = "test",
+    data: Annotated[Path | None, typer.Option(help="The text, if it has moved.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, e.g. evaluation.length=4096.")
+    ] = None,
+    documents: Annotated[
+        bool, typer.Option("--documents", help="Each document by itself, from its beginning.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Bytes to score; 0 = all.")] = 0,
+    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
+) -> None:
+    """Bits per character of a run, measured as its recipe says, with much before every byte."""
+    from torch import autocast, bfloat16
+
+    from longspan.tasks.bits import by_document
+    from longspan.tasks.charlm import CharLM
+    from longspan.train.recipe import change, parse
+
+    _check_choice("--split", split, ["valid", "test", "train"])
+    console = _console()
+    try:
+        recipe, folder = _find_run(run, checkpoint)
+        settings = parse(setting or [])
+        if data is not None:
+            settings["data.path"] = str(data)
+        recipe = change(recipe, settings)
+        task = CharLM(recipe)
+        model = _load_model(folder)
+        half = autocast(model.device.type, bfloat16, enabled=recipe.precision == "bf16")
+        with console.status(f"reading {split} ..."), half:
+            if documents:
+                text = getattr(task.corpus, split)[: limit or None]
+                found = by_document(model, text, length=recipe.evaluation.length)
+                value = sum(size * value for size, value in found) / sum(size for size, _ in found)
+            else:
+                found = []
+                value = task.evaluate(model, split, limit)["bits_per_character"]
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    for number, (size, own) in enumerate(found):
+        console.print(
+            f"document {number}: {size:,} bytes, {own:.4f} bits per character", highlight=False
+        )
+    console.print(f"{folder.name}, {split}: {value:.4f} bits per character", highlight=False)
+
+
+@commands.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one with a model.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Bytes to write at most.")] = 500,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest byte every time.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Only among the k likeliest.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Only among the likeliest that reach this probability.")
+    ] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
+) -> None:
+    """Write on from a prompt; the text appears as it is made."""
+    from longspan.models.sampling import Sampler
+    from longspan.tasks.writing import write
+
+    try:
+        folder = run if (run / "config.json").exists() else _find_run(run, checkpoint)[1]
+        model = _load_model(folder)
+        sampler = Sampler(temperature, top_k, top_p, seed)
+        typer.echo(prompt, nl=False)
+        for piece in write(model, prompt, tokens, sampler):
+            typer.echo(piece, nl=False)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        pass
+    typer.echo()
+
+
+def _find_run(run: Path, which: str) -> "tuple[Recipe, Path]":
+    """A run's recipe, and the folder of its last or best checkpoint."""
+    from json import loads
+
+    from longspan.train.checkpoint import find
+    from longspan.train.recipe import from_dict
+
+    _check_choice("--checkpoint", which, ["best", "last"])
+    if not (run / "recipe.json").exists():
+        raise ValueError(f"{run} holds no run: there is no recipe.json; `longspan train` makes one")
+    folder = find(run, which)
+    if folder is None:
+        raise ValueError(f"{run} has no checkpoint yet")
+    return from_dict(loads((run / "recipe.json").read_text(encoding="utf8"))), folder
+
+
+def _load_model(folder: Path) -> "LongspanForCausalLM":
+    import torch
+    from transformers.utils import logging
+
+    from longspan.models import LongspanForCausalLM
+
+    logging.disable_progress_bar()
+    model = LongspanForCausalLM.from_pretrained(folder).eval()
+    if torch.cuda.is_available():
+        torch.nn.Module.cuda(model)
+    return model
+
+
+def _console() -> Console:
+    """The terminal; or, for logs and files, a page wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def _check_choice(option: str, given: str, allowed: list[str]) -> None:
+    if given not in allowed:
+        raise typer.BadParameter(f"{option} {given}: choose from {', '.join(allowed)}")

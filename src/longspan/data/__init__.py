@@ -1,0 +1,1 @@
+"""Reading text, and cutting it into what a step of training takes."""

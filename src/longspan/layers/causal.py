@@ -1,0 +1,237 @@
+"""Causal self-attention for decoders: the contract, a window, and everything before.
+
+A causal layer is called with hidden states [batch, tokens, dim], the number of tokens read before
+them, and its state, which stands for these. It returns what it made of the tokens, before the
+output projection, and its next state. Nothing in the module changes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+
+from longspan.layers.position import rotate, sinusoids
+from longspan.ops.relative import Relative, banded_attention
+from longspan.ops.window import window_attention
+from longspan.ops.window.pattern import check_dilation
+
+POSITIONS = ("rotary", "relative", "none")
+
+
+class Attended(NamedTuple):
+    out: Tensor  # [batch, tokens, dim]
+    state: Any = None  # None unless it was asked for
+    loss: Tensor | None = None  # what the layer's own parts learn from, while training
+
+
+class Cache(NamedTuple):
+    """The keys and values of the last tokens, in order: [batch, kept, heads, head_dim]."""
+
+    key: Tensor
+    value: Tensor
+
+    @staticmethod
+    def join(cache: "Cache | None", key: Tensor, value: Tensor) -> "Cache":
+        if cache is None:
+            return Cache(key, value)
+        cache = Cache(cache.key.to(key.dtype), cache.value.to(value.dtype))
+        return Cache(torch.cat((cache.key, key), 1), torch.cat((cache.value, value), 1))
+
+    def last(self, count: int | None) -> "Cache":
+        """The newest `count`, without gradients; copies, so that the rest can be freed."""
+        first = 0 if count is None else max(0, self.key.shape[1] - count)
+        return Cache(*(tensor[:, first:].detach().clone() for tensor in self))
+
+
+class RelativePositions(nn.Module):
+    """Transformer-XL's: sinusoids of the distance, projected, and a bias for each of two terms."""
+
+    def __init__(self, dim: int, heads: int, clamp: int | None = None) -> None:
+        super().__init__()
+        if clamp is not None and clamp < 1:
+            raise ValueError(f"clamp={clamp} must be at least 1; None = no limit")
+        self.dim, self.heads, self.clamp = dim, heads, clamp
+        self.project = nn.Linear(dim, dim, bias=False)
+        self.content_bias = nn.Parameter(torch.zeros(heads, dim // heads))
+        self.position_bias = nn.Parameter(torch.zeros(heads, dim // heads))
+
+    def forward(self, distances: int) -> Relative:
+        """For distances 0 to distances - 1; those beyond `clamp` count as `clamp`."""
+        distance = torch.arange(distances, device=self.project.weight.device)
+        if self.clamp is not None:
+            distance = distance.clamp(max=self.clamp)
+        table = self.project(sinusoids(distance, self.dim, self.project.weight.dtype))
+        return Relative(
+            table.unflatten(-1, (self.heads, -1)), self.content_bias, self.position_bias
+        )
+
+
+class CausalAttention(nn.Module):
+    """What causal layers share: sizes and projections.
+
+    Args:
+        dim, heads: model size; head_dim = dim / heads.
+        dropout: on the attention weights, while training.
+        bias: whether the projections have one.
+    """
+
+    def __init__(self, dim: int, heads: int, *, dropout: float = 0.0, bias: bool = False) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+        self.dim, self.heads, self.dropout = dim, heads, dropout
+        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
+
+    @property
+    def dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [batch, tokens, heads, head_dim]."""
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return query, key, value
+
+    def forward(
+        self, hidden: Tensor, first: int = 0, state: Any = None, keep_state: bool = False
+    ) -> Attended:
+        """`first` tokens were read before, and `state` is what this layer kept of them."""
+        raise NotImplementedError
+
+
+class CausalWindow(CausalAttention):
+    """Every token sees itself and `left` steps before it.
+
+    Args:
+        left: steps to the left, each `dilation` tokens long.
+        dilation: one number, or one per head; 1 = none.
+        position: "rotary"; "relative" (Transformer-XL's, by distance in tokens); "none".
+        base: of the rotary angles.
+        clamp: for relative positions, the distance from which on all count as equal.
+        norm_keys: scale queries and keys to one length before they meet.
+        backend: of `window_attention`, where nothing is cached and positions are not relative.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        left: int,
+        *,
+        dilation: int | Sequence[int] = 1,
+        position: str = "rotary",
+        base: float = 10000.0,
+        clamp: int | None = None,
+        norm_keys: bool = False,
+        dropout: float = 0.0,
+        bias: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        if position not in POSITIONS:
+            raise ValueError(f"position={position!r}: choose from {', '.join(POSITIONS)}")
+        if position == "rotary" and (dim // heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        self.left = _check_left(left)
+        self.dilation = check_dilation(dilation, heads)
+        self.rotary = position == "rotary"
+        self.relative = RelativePositions(dim, heads, clamp) if position == "relative" else None
+        self.base, self.norm_keys, self.backend = base, norm_keys, backend
+
+    def set_window(self, left: int) -> None:
+        """Another window from now on, as staged training wants it; nothing learned depends on
+        its size."""
+        self.left = _check_left(left)
+
+    @property
+    def reach(self) -> int:
+        """How many tokens back a query may look: the size of the cache."""
+        return self.left * max(self.dilation)
+
+    def forward(
+        self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
+    ) -> Attended:
+        query, key, value = self.project(hidden)
+        if self.norm_keys:
+            query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
+        if self.rotary:
+            query, key = rotate(query, key, position=_places(hidden, first), base=self.base)
+        known = Cache.join(state, key, value)
+        if state is None and self.relative is None:
+            out = window_attention(
+                query,
+                key,
+                value,
+                window=(self.left, 0),
+                dilation=self.dilation,
+                dropout_p=self.dropout_p,
+                backend=self.backend,
+            )
+        else:
+            distances = min(self.reach + 1, known.key.shape[1])
+            out = banded_attention(
+                query,
+                known.key,
+                known.value,
+                left=self.left,
+                dilation=self.dilation,
+                relative=None if self.relative is None else self.relative(distances),
+                dropout_p=self.dropout_p,
+            )
+        return Attended(out.flatten(2), known.last(self.reach) if keep_state else None)
+
+
+class CausalFull(CausalAttention):
+    """Every token sees all before it: the dense baseline. Its cache grows with the text.
+
+    Args:
+        base: of the rotary angles.
+        norm_keys: scale queries and keys to one length before they meet.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        base: float = 10000.0,
+        norm_keys: bool = False,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        if (dim // heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        self.base, self.norm_keys = base, norm_keys
+
+    def forward(
+        self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
+    ) -> Attended:
+        query, key, value = self.project(hidden)
+        if self.norm_keys:
+            query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
+        query, key = rotate(query, key, position=_places(hidden, first), base=self.base)
+        known = Cache.join(state, key, value)
+        if state is None:
+            out = scaled_dot_product_attention(
+                *(t.transpose(1, 2) for t in (query, key, value)),
+                is_causal=True,
+                dropout_p=self.dropout_p,
+            ).transpose(1, 2)
+        else:
+            out = banded_attention(
+                query, known.key, known.value, left=None, dropout_p=self.dropout_p
+            )
+        return Attended(out.flatten(2), known.last(None) if keep_state else None)
+
+
+def _check_left(left: int) -> int:
+    if isinstance(left, bool) or not isinstance(left, int) or left < 0:
+        raise ValueError(f"left={left!r} must be a whole number of steps, 0 or more")
+    return left
+
+
+def _places(hidden: Tensor, first: int) -> Tensor:
+    """[1, tokens] float64: where tokens stand in a text of which `first` were read before."""
+    return torch.arange(hidden.shape[1], device=hidden.device, dtype=torch.float64)[None] + first

@@ -1,0 +1,103 @@
+"""What a longspan decoder is: sizes, and one causal attention setting per layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from longspan.layers.causal import CausalAttention
+from longspan.layers.registry import build_causal_attention
+
+NORMS = ("layer", "rms")
+
+
+class LongspanDecoderConfig(PreTrainedConfig):
+    """Configuration of `LongspanForCausalLM`. The defaults are a small model of bytes.
+
+    Args:
+        attention: how layers attend: one setting for all, or one per layer. A setting names the
+            layer's "kind" ("window" if absent; "xl", "compressive", "full") and its options, for
+            windows `left`, `dilation` and `position`; see the layers themselves.
+        norm: "layer" or "rms".
+        pre_norm: norms before attention and feed-forward, and one at the end; False puts them
+            behind, as in Transformer-XL.
+        embedding_scale: multiply embeddings by sqrt(hidden_size), as in Transformer-XL.
+        attention_bias, feed_forward_bias: whether these projections have one.
+    """
+
+    model_type = "longspan_decoder"
+
+    vocab_size: int = 256
+    hidden_size: int = 512
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    attention: Any = None
+    hidden_act: str = "gelu"
+    norm: str = "layer"
+    pre_norm: bool = True
+    embedding_scale: bool = False
+    attention_bias: bool = False
+    feed_forward_bias: bool = True
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation")
+        if self.norm not in NORMS:
+            raise ValueError(f"norm={self.norm!r} is unknown; choose from {', '.join(NORMS)}")
+        self.attention = self._per_layer(self.attention)
+        super().__post_init__(**kwargs)
+
+    def _per_layer(self, given: Any) -> list[dict[str, Any]]:
+        """One setting per layer, each tried out on a layer without memory."""
+        given = {"left": 256} if given is None else given
+        if isinstance(given, Mapping):
+            given = [given] * self.num_hidden_layers
+        if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
+            raise TypeError(f"attention must be one setting or a list of them, got {given!r}")
+        if len(given) != self.num_hidden_layers:
+            raise ValueError(
+                f"attention has {len(given)} settings for {self.num_hidden_layers} layers; "
+                "give one for all, or one per layer"
+            )
+        settings = [{"kind": "window", **one} for one in given]
+        with torch.device("meta"):
+            for layer, setting in enumerate(settings):
+                if setting not in settings[:layer]:
+                    try:
+                        self.build_attention(setting)
+                    except (TypeError, ValueError) as error:
+                        raise type(error)(f"layer {layer}: {error}") from None
+        return settings
+
+    def build_attention(self, setting: Mapping[str, Any]) -> CausalAttention:
+        """A layer's attention, of this model's size."""
+        return build_causal_attention(
+            self.hidden_size,
+            self.num_attention_heads,
+            setting,
+            dropout=self.attention_probs_dropout_prob,
+            bias=self.attention_bias,
+        )

@@ -1,0 +1,189 @@
+"""Causal attention with Transformer-XL's relative positions, within a window or over everything.
+
+    score(i, j) = (q_i + u) . k_j + (q_i + v) . r(i - j),   all times the scale
+
+Plain PyTorch on any device. Queries are taken in blocks, and while gradients are wanted a block's
+scores are computed again in the backward pass, so that memory is linear in the number of tokens.
+There may be more keys than queries: the queries are then the last tokens, the keys before them a
+memory or a cache. Without positions it is plain attention, which is how cached keys are read.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from longspan.ops.window.pattern import check_dilation
+
+# Queries per block, unless the window is longer: then a block is as long as that, so that at
+# least half of the scores of a block are in use.
+_BLOCK = 256
+_LARGEST_BLOCK = 1024
+
+
+class Relative(NamedTuple):
+    """Relative positions: what each distance means, and what queries add to themselves."""
+
+    table: Tensor  # [distances, heads, head_dim]: r, for distances 0, 1, 2 ... tokens
+    content_bias: Tensor  # [heads, head_dim]: u
+    position_bias: Tensor  # [heads, head_dim]: v
+
+
+def relative_shift(scores: Tensor) -> Tensor:
+    """[..., queries, keys] by falling distance -> by key: out[i, j] = in[i, j + queries - 1 - i].
+
+    Entries right of the last key that a query may see are meaningless and to be masked.
+    """
+    queries, keys = scores.shape[-2:]
+    padded = pad(scores, (1, 0)).flatten(-2)
+    return padded[..., queries:].unflatten(-1, (queries, keys))
+
+
+def banded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    left: int | None,
+    dilation: int | Sequence[int] = 1,
+    relative: Relative | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """[batch, queries, heads, head_dim]: each query attends to itself and to what is before it.
+
+    Args:
+        query: [batch, queries, heads, head_dim], the last of the tokens.
+        key, value: [batch, tokens, heads, head_dim], with tokens >= queries.
+        left: steps a query sees to its left; None = all there are.
+        dilation: tokens per step, one for all heads or one per head. Positions go by distance in
+            tokens, so a head sees the same r for the same distance however it is dilated.
+        relative: positions; None = none here, e.g. because query and key are rotated.
+        dropout_p: on the attention weights.
+    """
+    queries, tokens = query.shape[1], key.shape[1]
+    if queries > tokens:
+        raise ValueError(f"{queries} queries but {tokens} keys: the queries are the last tokens")
+    steps = check_dilation(dilation, query.shape[2])
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+    if len(set(steps)) == 1:
+        return _one_dilation(query, key, value, relative, left, steps[0], dropout_p, scale)
+    parts, order = [], []
+    for step in sorted(set(steps)):
+        heads = [head for head, own in enumerate(steps) if own == step]
+        own = None if relative is None else Relative(*(t[..., heads, :] for t in relative))
+        group = (query[:, :, heads], key[:, :, heads], value[:, :, heads], own)
+        parts.append(_one_dilation(*group, left, step, dropout_p, scale))
+        order += heads
+    together = torch.cat(parts, dim=2)
+    if order == sorted(order):
+        return together
+    return together[:, :, [order.index(head) for head in range(len(order))]]
+
+
+def _one_dilation(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relative: Relative | None,
+    left: int | None,
+    step: int,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """A dilated head sees `step` independent sequences, one per residue class of positions."""
+    batch, queries = query.shape[:2]
+    missing = -key.shape[1] % step  # made up at the front, so that classes are equally long
+    key, value = (_classes(pad(t, (0, 0, 0, 0, missing, 0)), step) for t in (key, value))
+    query = _classes(pad(query, (0, 0, 0, 0, -queries % step, 0)), step)
+    if relative is not None:
+        relative = relative._replace(table=relative.table[::step])
+    # In each class at most one key is made up, and stands first: in the first `missing` classes.
+    hidden = None
+    if missing:
+        hidden = torch.arange(step, device=key.device).repeat(batch) < missing
+    out = _blocks(query, key, value, relative, hidden, left, dropout_p, scale)
+    return out.unflatten(0, (batch, step)).transpose(1, 2).flatten(1, 2)[:, -queries:]
+
+
+def _classes(x: Tensor, step: int) -> Tensor:
+    """[batch, tokens, ...] -> [batch * step, tokens / step, ...]."""
+    return x.unflatten(1, (-1, step)).transpose(1, 2).flatten(0, 1)
+
+
+def _blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relative: Relative | None,
+    hidden: Tensor | None,
+    left: int | None,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    queries, tokens = query.shape[1], key.shape[1]
+    left = tokens if left is None else min(left, tokens)
+    size = min(max(_BLOCK, left), _LARGEST_BLOCK)
+    again = torch.is_grad_enabled() and queries > size
+    parts = []
+    for begin in range(0, queries, size):
+        end = min(begin + size, queries)
+        first = tokens - queries + begin  # the block's first query, among the keys
+        low, high = max(0, first - left), tokens - queries + end
+        arguments = (
+            *(query[:, begin:end], key[:, low:high], value[:, low:high], relative),
+            *(hidden if low == 0 else None, left, dropout_p, scale),
+        )
+        parts.append(
+            checkpoint(_block, *arguments, use_reentrant=False) if again else _block(*arguments)
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relative: Relative | None,
+    hidden: Tensor | None,
+    left: int,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """Dense attention of a few queries, the last tokens, within the band; [batch, queries, ...].
+
+    `hidden` [batch] marks rows whose first key is made up.
+    """
+    queries, tokens = query.shape[1], key.shape[1]
+    position = torch.arange(tokens, device=query.device)
+    distance = position[tokens - queries :, None] - position
+    visible = None
+    if queries > 1 or tokens - 1 > left:
+        visible = (distance >= 0) & (distance <= left)
+    if hidden is not None:
+        # Made-up queries may see it: a row that sees nothing would be NaN.
+        real = ~hidden[:, None, None] | (position > 0) | (distance == 0)
+        visible = real if visible is None else visible & real
+        visible = visible[:, None]
+    mask = visible
+    if relative is not None:
+        table, content_bias, position_bias = (t.to(query.dtype) for t in relative)
+        # Distances beyond the band are masked, so what stands there does not matter.
+        known = table[:tokens].flip(0)
+        known = pad(known, (0, 0, 0, 0, tokens - known.shape[0], 0))
+        by_distance = torch.einsum("bihd,jhd->bhij", query + position_bias, known) * scale
+        mask = relative_shift(by_distance)
+        if visible is not None:
+            mask = mask.masked_fill(~visible, -torch.inf)
+        query = query + content_bias
+    attended = scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (query, key, value)),
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    return attended.transpose(1, 2)

@@ -1,0 +1,35 @@
+"""One function per experiment; each returns the whole configuration of a run."""
+
+from collections.abc import Callable
+
+from longspan.recipes import ablations, books, enwik8, memory, tiny
+from longspan.train.recipe import Recipe, unknown
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "tiny": tiny.tiny,
+    "books": books.books,
+    "enwik8-small": enwik8.enwik8_small,
+    "enwik8-large": enwik8.enwik8_large,
+    "text8-small": enwik8.text8_small,
+    "xl-enwik8": memory.xl_enwik8,
+    "xl-enwik8-large": memory.xl_enwik8_large,
+    "xl-text8": memory.xl_text8,
+    "xl-text8-large": memory.xl_text8_large,
+    "compressive-enwik8": memory.compressive_enwik8,
+    "ablation-increasing": ablations.increasing,
+    "ablation-decreasing": ablations.decreasing,
+    "ablation-fixed": ablations.fixed,
+    "ablation-dilation": ablations.dilation,
+}
+
+
+def find(name: str) -> Recipe:
+    """The recipe of this name, or an error with the nearest name there is."""
+    if name not in RECIPES:
+        raise ValueError(unknown(f"recipe {name}", name, RECIPES))
+    return RECIPES[name]()
+
+
+def summary(name: str) -> str:
+    """The first line of a recipe's description."""
+    return (RECIPES[name].__doc__ or "").strip().partition("\n")[0]

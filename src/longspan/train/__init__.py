@@ -1,0 +1,1 @@
+"""Carrying out a recipe: the loop, its optimisers, schedules and checkpoints."""

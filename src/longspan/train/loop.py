@@ -1,0 +1,268 @@
+"""The training loop: one function, read from top to bottom.
+
+Devices, precision and sharding are Accelerate's: `accelerate launch -m longspan.cli train ...`
+runs it on several GPUs, with DDP or FSDP as `accelerate config` was told. Everything random
+follows from the seed, the step and the process, and what is read follows from the step, so a run
+that was killed goes on to the same losses.
+"""
+
+import json
+import math
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+from rich.console import Console
+from safetensors.torch import load_model
+
+from longspan.train import checkpoint
+from longspan.train.optim import build_optimizers, set_learning_rate
+from longspan.train.progress import Bar, Metrics
+from longspan.train.recipe import Recipe
+from longspan.train.schedule import learning_rate
+from longspan.train.task import Task
+
+
+def train(
+    recipe: Recipe,
+    task: Task,
+    run: Path,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Carry out a recipe in the folder `run`; returns the last evaluation."""
+    AcceleratorState._reset_state()  # an earlier run in this process may have had other settings
+    accelerator = Accelerator(
+        mixed_precision=recipe.precision,
+        # Each phase has its own length: compile for it, not for any length.
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=False)  # pyright: ignore
+        if recipe.compile
+        else None,
+    )
+    main = accelerator.is_main_process
+    console = console or Console()
+    shares = _shares(recipe, accelerator)
+    if recipe.optimizer.kind == "muon" and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("Muon needs whole matrices and FSDP splits them; use adamw, or DDP")
+    if main:
+        _prepare_folder(recipe, run, resume)
+    accelerator.wait_for_everyone()
+    last = checkpoint.find(run)
+
+    torch.manual_seed(recipe.seed)
+    plain = task.build()
+    if recipe.checkpointing:
+        plain.gradient_checkpointing_enable({"use_reentrant": False})
+    if last is not None:
+        load_model(plain, last / "model.safetensors")
+    optimizers = build_optimizers(plain, recipe.optimizer)
+    model, *prepared = accelerator.prepare(plain, *optimizers)
+    optimizers = [wrapped.optimizer for wrapped in prepared]
+    # Only FSDP changes what the weights are; else the model itself still has them all.
+    owner = model if accelerator.distributed_type == DistributedType.FSDP else plain
+    states: list[Any] = [None] * recipe.accumulate
+    begin, best, seconds = 0, None, 0.0
+    if last is not None:
+        known = checkpoint.progress(last)
+        begin, best, seconds = known["step"], known["best"], known["seconds"]
+        checkpoint.load_optimizers(last, owner, optimizers)
+        states = _load_states(task, plain, last, accelerator, recipe.accumulate)
+
+    metrics = Metrics(run, begin) if main else None
+    started = time.monotonic() - seconds
+    found: dict[str, Any] = {}
+    losses: list[torch.Tensor] = []
+    since, tokens = time.monotonic(), 0
+    with Bar(console, recipe, begin, shown=main) as bar:
+        for step in range(begin, recipe.steps):
+            number, inside = recipe.at(step)
+            phase = recipe.phases[number]
+            if inside == 0 or step == begin:
+                task.enter(plain, phase)
+                model.train()
+            # Dropout of a step is the same whether or not the run was interrupted before it.
+            torch.manual_seed(_seed(recipe.seed, step, accelerator.process_index))
+            rate = learning_rate(recipe, step)
+            set_learning_rate(optimizers, rate)
+            for part, rows in enumerate(shares[number]):
+                batch, anew = task.batch(number, inside, rows)
+                batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+                if anew:
+                    states[part] = None
+                with _sync_with(accelerator, model, part == recipe.accumulate - 1):
+                    loss = task.loss(model, batch, states[part])
+                    accelerator.backward(loss.total / recipe.accumulate)
+                states[part] = loss.state
+                losses.append(loss.nats)
+            norm = None
+            if recipe.optimizer.clip > 0:
+                norm = accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+            for wrapped in prepared:
+                wrapped.step()
+                wrapped.zero_grad()
+            tokens += phase.batch * phase.length
+
+            done = step + 1
+            ends = done == recipe.steps
+            evaluates = ends or _due(recipe.evaluation.every, done)
+            saves = ends or evaluates or _due(recipe.save_every, done)
+            if saves or done % recipe.log_every == 0:
+                mean: Any = accelerator.reduce(torch.stack(losses).mean(), "mean")
+                nats = float(mean)  # waits for the device
+                if not math.isfinite(nats):
+                    raise FloatingPointError(
+                        f"the loss is {nats} at step {done}: try a lower learning rate, a longer "
+                        "warm-up or precision=no; --resume goes on from the last checkpoint"
+                    )
+                now = time.monotonic()
+                speed = tokens / (now - since)
+                entry = {
+                    "step": done,
+                    "phase": number,
+                    "loss": nats,
+                    "bits_per_character": nats / math.log(2),
+                    "learning_rate": rate,
+                    "gradient_norm": None if norm is None else float(norm),
+                    "tokens_per_second": speed,
+                    "seconds": now - started,
+                }
+                if metrics is not None:
+                    metrics.add(entry)
+                bar.show(done, number, nats, speed)
+                losses, since, tokens = [], now, 0
+            else:
+                bar.show(done, number)
+            if evaluates:
+                limit = recipe.evaluation.limit
+                with accelerator.autocast():
+                    found = task.evaluate(plain, "valid", limit)
+                model.train()
+                if best is None or found["bits_per_character"] < best["bits_per_character"]:
+                    best = {"step": done, "bits_per_character": found["bits_per_character"]}
+                if metrics is not None:
+                    metrics.add({"step": done, "split": "valid", **found})
+                bar.say(f"step {done}: valid {found['bits_per_character']:.4f} bits per character")
+            samples = _due(recipe.sample_every, done)
+            if samples:
+                with accelerator.autocast():
+                    text = task.sample(plain)  # by every process: sharded weights need them all
+                model.train()
+                if metrics is not None:
+                    metrics.add_sample(done, text)
+                bar.say(text)
+            if saves:
+                known = {"step": done, "best": best, "seconds": time.monotonic() - started}
+                _save(task, run, known, accelerator, owner, optimizers, states)
+            if saves or samples:
+                since = time.monotonic()  # the speed is that of training alone
+    if metrics is not None:
+        metrics.close()
+    accelerator.end_training()
+    return found
+
+
+def _due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> None:
+    """Write the recipe down; a folder with another run in it is refused."""
+    path = run / "recipe.json"
+    wanted = json.loads(json.dumps(recipe.to_dict()))
+    if path.exists():
+        if not resume:
+            raise ValueError(
+                f"{run} holds a run already: --resume goes on with it, --output names another"
+            )
+        known = json.loads(path.read_text(encoding="utf8"))
+        differing = [name for name in wanted if wanted[name] != known.get(name)]
+        if differing:
+            raise ValueError(
+                f"{run} was begun with other settings ({', '.join(differing)}): resume it with "
+                "the same ones, or name another folder"
+            )
+        return
+    if resume:
+        raise ValueError(f"{run} holds no run to resume")
+    run.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_json(path, wanted)
+
+
+def _shares(recipe: Recipe, accelerator: Accelerator) -> list[list[range]]:
+    """For each phase, the rows of a batch that fall to this process, in equal parts."""
+    parts = accelerator.num_processes * recipe.accumulate
+    shares = []
+    for number, phase in enumerate(recipe.phases):
+        if phase.batch % parts:
+            raise ValueError(
+                f"phase {number}: a batch of {phase.batch} cannot be cut into {parts} equal "
+                f"parts ({accelerator.num_processes} processes, accumulate={recipe.accumulate})"
+            )
+        size = phase.batch // parts
+        first = accelerator.process_index * recipe.accumulate
+        cuts = range(first * size, (first + recipe.accumulate) * size, size)
+        shares.append([range(begin, begin + size) for begin in cuts])
+    return shares
+
+
+def _sync_with(accelerator: Accelerator, model: Any, last: bool) -> Any:
+    """Processes exchange gradients once per step, in the last part."""
+    return nullcontext() if last else accelerator.no_sync(model)
+
+
+def _save(
+    task: Task,
+    run: Path,
+    known: dict[str, Any],
+    accelerator: Accelerator,
+    owner: Any,
+    optimizers: list[torch.optim.Optimizer],
+    states: list[Any],
+) -> None:
+    folder = checkpoint.folder_of(run, known["step"])
+    temporary = checkpoint.unfinished(folder)
+    temporary.mkdir(parents=True, exist_ok=True)
+    weights = accelerator.get_state_dict(owner)
+    moments = checkpoint.optimizer_tensors(owner, optimizers)
+    packed = {
+        f"{part}/{name}": tensor
+        for part, state in enumerate(states)
+        if state is not None
+        for name, tensor in task.pack(state).items()
+    }
+    checkpoint.save_tensors(temporary / f"state-{accelerator.process_index}.safetensors", packed)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        plain = accelerator.unwrap_model(owner, keep_torch_compile=False)
+        plain.save_pretrained(temporary, state_dict=weights)
+        checkpoint.save_tensors(temporary / "optimizer.safetensors", moments)
+        keep = {known["step"]} | ({known["best"]["step"]} if known["best"] else set())
+        checkpoint.finish(folder, known, keep)
+    accelerator.wait_for_everyone()
+
+
+def _load_states(
+    task: Task, plain: Any, folder: Path, accelerator: Accelerator, parts: int
+) -> list[Any]:
+    path = folder / f"state-{accelerator.process_index}.safetensors"
+    packed = checkpoint.load_tensors(path) if path.exists() else {}
+    states = []
+    for part in range(parts):
+        own = {
+            name.removeprefix(f"{part}/"): tensor.to(accelerator.device)
+            for name, tensor in packed.items()
+            if name.startswith(f"{part}/")
+        }
+        states.append(task.unpack(plain, own) if own else None)
+    return states

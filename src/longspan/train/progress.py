@@ -1,0 +1,124 @@
+"""What a run shows and writes while it goes on."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from longspan.train.checkpoint import write_text
+from longspan.train.recipe import Recipe
+
+
+class Metrics:
+    """JSON lines, and TensorBoard where it is installed.
+
+    What an interrupted run wrote beyond the step it goes on from is dropped first.
+    """
+
+    def __init__(self, run: Path, begin: int) -> None:
+        self._metrics, self._samples = run / "metrics.jsonl", run / "samples.jsonl"
+        for path in (self._metrics, self._samples):
+            kept = [line for line in _lines(path) if json.loads(line)["step"] <= begin]
+            write_text(path, "".join(line + "\n" for line in kept))
+        self._board = _tensorboard(run, begin)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        _append(self._metrics, entry)
+        if self._board is not None:
+            split = entry.get("split", "train")
+            for name, value in entry.items():
+                if name not in ("step", "split") and value is not None:
+                    self._board.add_scalar(f"{split}/{name}", value, entry["step"])
+
+    def add_sample(self, step: int, text: str) -> None:
+        _append(self._samples, {"step": step, "text": text})
+        if self._board is not None:
+            self._board.add_text("sample", text, step)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+class Bar:
+    """Steps done, loss, bits per character, tokens per second and the time left."""
+
+    def __init__(self, console: Console, recipe: Recipe, begin: int, shown: bool) -> None:
+        self._phases = len(recipe.phases)
+        self._console, self._shown = console, shown
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not shown or not console.is_terminal,
+        )
+        self._task = self._progress.add_task(
+            recipe.name, total=recipe.steps, completed=begin, numbers=""
+        )
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(
+        self, done: int, phase: int, nats: float | None = None, speed: float | None = None
+    ) -> None:
+        fields: dict[str, Any] = {}
+        if nats is not None and speed is not None:
+            where = f"phase {phase + 1}/{self._phases}  " if self._phases > 1 else ""
+            numbers = (
+                f"{where}loss {nats:.4f}  {nats / math.log(2):.4f} bpc  {_short(speed)} tokens/s"
+            )
+            fields["numbers"] = numbers
+            if self._shown and not self._console.is_terminal:
+                self._console.print(f"step {done}  {numbers}", highlight=False)
+        self._progress.update(self._task, completed=done, **fields)
+
+    def say(self, text: str) -> None:
+        if self._shown:
+            self._progress.console.print(escape(text), highlight=False)
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return f"{number:.0f}"
+
+
+def _lines(path: Path) -> list[str]:
+    """Complete lines of a file: a kill may have cut the last one short."""
+    text = path.read_text(encoding="utf8") if path.exists() else ""
+    return text.split("\n")[:-1]
+
+
+def _append(path: Path, entry: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _tensorboard(run: Path, begin: int) -> Any:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(run / "tensorboard"), purge_step=begin + 1)

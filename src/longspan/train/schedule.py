@@ -1,0 +1,26 @@
+"""The learning rate of a step: warm-up, then a schedule."""
+
+import math
+
+from longspan.train.recipe import Recipe
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Of a step counted from 0. Warm-up reaches the top in its last step."""
+    optimizer = recipe.optimizer
+    number, inside = recipe.at(step)
+    phase = recipe.phases[number]
+    if inside < phase.warmup:
+        return phase.learning_rate * (inside + 1) / phase.warmup
+    if optimizer.schedule == "constant":
+        return phase.learning_rate
+    if optimizer.over == "run":
+        first = recipe.phases[0].warmup
+        done = (step + 1 - first) / max(1, recipe.steps - first)
+    else:
+        done = (inside + 1 - phase.warmup) / max(1, phase.steps - phase.warmup)
+    if optimizer.schedule == "cosine":
+        left = (1.0 + math.cos(math.pi * done)) / 2.0
+    else:
+        left = 1.0 - done
+    return phase.learning_rate * (optimizer.final + (1.0 - optimizer.final) * left)

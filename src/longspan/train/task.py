@@ -1,0 +1,46 @@
+"""What the training loop asks of a task."""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.train.recipe import Phase
+
+
+class Loss(NamedTuple):
+    total: Tensor  # to be minimised
+    nats: Tensor  # of the predictions alone, per token
+    state: Any = None  # what the next step goes on from
+
+
+class Task(Protocol):
+    """Examples into batches, a model with its loss, and a measure of success."""
+
+    def build(self) -> PreTrainedModel:
+        """A new model."""
+        ...
+
+    def enter(self, model: PreTrainedModel, phase: Phase) -> None:
+        """Set the model up for a phase."""
+        ...
+
+    def batch(self, number: int, step: int, rows: range) -> tuple[dict[str, Tensor], bool]:
+        """Some rows of a step of phase `number`, and whether earlier state is to be forgotten."""
+        ...
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], state: Any) -> Loss: ...
+
+    def evaluate(self, model: PreTrainedModel, split: str, limit: int) -> dict[str, float]:
+        """Measures by name, "bits_per_character" among them; the lower that is, the better."""
+        ...
+
+    def sample(self, model: PreTrainedModel) -> str:
+        """Something to look at."""
+        ...
+
+    def pack(self, state: Any) -> dict[str, Tensor]: ...
+
+    def unpack(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> Any:
+        """Undo `pack`."""
+        ...

@@ -1,0 +1,81 @@
+"""Every recipe runs, and those that were published are as published."""
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from longspan.data.text import Corpus
+from longspan.models import LongspanDecoderConfig, LongspanForCausalLM
+from longspan.recipes import RECIPES, find, summary
+from longspan.recipes.shrink import shrink
+from longspan.tasks.charlm import CharLM
+from longspan.train.loop import train
+
+TEXT = np.random.default_rng(0).integers(97, 123, 3000).astype(np.uint8)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps_of_every_phase(name, tmp_path):
+    made = shrink(find(name))
+    assert _kinds(made) == _kinds(find(name))
+    task = CharLM(made, Corpus(TEXT, TEXT[:200], TEXT[:200]))
+    found = train(made, task, tmp_path / "run", console=Console(quiet=True))
+    assert 4.0 < found["bits_per_character"] < 9.0
+
+
+def _kinds(recipe):
+    given = recipe.model["attention"]
+    return {s.get("kind", "window") for s in (given if isinstance(given, list) else [given])}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_says_what_it_is(name):
+    assert find(name).name == name
+    assert summary(name).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("enwik8-small", 41),
+        ("text8-small", 41),
+        ("enwik8-large", 102),
+        ("xl-enwik8", 41),
+        ("xl-enwik8-large", 277),
+        ("books", 38),
+    ],
+)
+def test_published_sizes(name, millions):
+    with torch.device("meta"):
+        model = LongspanForCausalLM(LongspanDecoderConfig(**find(name).model))
+    assert int(model.num_parameters() / 1e6 + 0.4) == millions  # 102.54M was printed as 102
+
+
+def test_longformer_is_staged_as_published():
+    small, large = find("enwik8-small"), find("enwik8-large")
+    assert [phase.steps for phase in small.phases] == [430_000, 50_000, 50_000, 35_000, 5_000]
+    assert [phase.steps for phase in large.phases] == [350_000, 25_000, 10_000, 5_000, 5_000]
+    for recipe in (small, large):
+        assert [phase.length for phase in recipe.phases] == [2048, 4096, 8192, 16384, 23040]
+        assert [phase.batch for phase in recipe.phases] == [32, 32, 16, 16, 16]
+        first, last = recipe.phases[0].windows, recipe.phases[-1].windows
+        assert first is not None
+        assert last is not None
+        assert (min(first), max(first)) == (32, 512)
+        assert (min(last), max(last)) == (512, 8192)
+        assert 215 < sum(first) / len(first) < 232
+    for recipe, layers, dropout in ((small, 12, 0.2), (large, 30, 0.4)):
+        settings = recipe.model["attention"]
+        assert len(settings) == layers
+        assert recipe.model["hidden_dropout_prob"] == dropout
+        assert all(s["dilation"][:6] == [1] * 6 for s in settings)
+    assert [s["dilation"][-1] for s in small.model["attention"]] == [*[1] * 6, 2, 2, 3, 3, 4, 4]
+    large_steps = [s["dilation"][-1] for s in large.model["attention"]]
+    assert large_steps == [1] * 15 + [2] * 5 + [3] * 5 + [4] * 5
+    assert (small.evaluation.length, small.evaluation.stride) == (32_256, 512)
+
+
+def test_the_nearest_name_is_offered():
+    with pytest.raises(ValueError, match="did you mean enwik8-small"):
+        find("enwiki8-small")

@@ -1,0 +1,257 @@
+"""The loop: it learns, and a run that was killed goes on to the same losses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from longspan.data.text import Corpus, Source
+from longspan.models import LongspanForCausalLM
+from longspan.recipes import find
+from longspan.recipes.shrink import shrink
+from longspan.tasks.charlm import CharLM
+from longspan.train import checkpoint
+from longspan.train.loop import train
+from longspan.train.recipe import Recipe, change
+
+TEXT = np.frombuffer((b"the quick brown fox jumps over the lazy dog. " * 200), dtype=np.uint8)
+CORPUS = Corpus(TEXT, TEXT[:400], TEXT[:400])
+QUIET = Console(quiet=True)
+# A window model with staged phases, dropout, Muon and parts; and one with memories.
+KINDS = {"window": "enwik8-small", "compressive": "compressive-enwik8", "muon": "books"}
+
+
+def recipe(kind="window", steps=4, **changes) -> Recipe:
+    small = shrink(find(KINDS[kind]), steps=steps)
+    settings = {
+        "model.hidden_dropout_prob": 0.2,
+        "save_every": 3,
+        "accumulate": 2,
+        "data.kind": "python",
+    }
+    return change(small, settings | changes)
+
+
+def go(made, run, corpus=CORPUS, **options):
+    return train(made, CharLM(made, corpus), run, console=QUIET, **options)
+
+
+def losses(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {e["step"]: e["loss"] for e in entries if "split" not in e}
+
+
+def weights(run):
+    folder = checkpoint.find(run)
+    assert folder is not None
+    return checkpoint.load_tensors(folder / "model.safetensors")
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Interrupting(CharLM):
+    """Stops the run in the middle of a step."""
+
+    stop_at = 0
+
+    def loss(self, model, batch, state):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == self.stop_at:
+            raise StoppedError
+        return super().loss(model, batch, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_runs_lose_nothing(kind, tmp_path):
+    """Same losses, same weights, in every kind of model, across the borders of phases."""
+    made = recipe(kind, steps=6 if kind == "muon" else 4)
+    go(made, tmp_path / "whole")
+    broken = Interrupting(made, CORPUS)
+    broken.stop_at = 10  # of two calls per step: in step 5, after the checkpoint of step 3
+    with pytest.raises(StoppedError):
+        train(made, broken, tmp_path / "broken", console=QUIET)
+    assert max(losses(tmp_path / "broken")) == 4
+    found = go(made, tmp_path / "broken", resume=True)
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    one, two = (weights(tmp_path / name) for name in ("whole", "broken"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert found["bits_per_character"] > 0
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on(tmp_path):
+    """A process that gets no chance to clean up, killed while it trains."""
+    data = tmp_path / "text"
+    data.write_bytes(TEXT.tobytes())
+    command = [sys.executable, "-m", "longspan.cli", "train", "enwik8-small", "--shrink"]
+    command += ["--data", str(data), "--set", "phases.0.steps=60", "--set", "save_every=5"]
+    run = tmp_path / "killed"
+    child = subprocess.Popen([*command, "--output", str(run)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(_steps(run)) < 12:
+        assert time.monotonic() < deadline
+        assert child.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert len(_steps(run)) < 68
+    for name in (run, tmp_path / "whole"):
+        options = ["--resume"] if name == run else []
+        subprocess.run([*command, "--output", str(name), *options], check=True, capture_output=True)
+    assert losses(run) == losses(tmp_path / "whole")
+    assert sorted(losses(run)) == list(range(1, 69))
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path):
+    """Each takes half of every batch, memories included; together they are one run."""
+    data = tmp_path / "text"
+    data.write_bytes(TEXT.tobytes())
+    command = ["-m", "longspan.cli", "train", "compressive-enwik8", "--shrink"]
+    command += ["--data", str(data), "--set", "model.hidden_dropout_prob=0.0"]
+    command += ["--set", "model.attention_probs_dropout_prob=0.0"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, start in (("one", []), ("two", launch)):
+        subprocess.run(
+            [sys.executable, *start, *command, "--output", str(tmp_path / name)],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        )
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one == pytest.approx(two, rel=1e-4)
+    folder = checkpoint.find(tmp_path / "two")
+    assert folder is not None
+    rows = [checkpoint.load_tensors(folder / f"state-{n}.safetensors") for n in range(2)]
+    assert rows[0]["0/1"].shape == rows[1]["0/1"].shape
+    assert not torch.equal(rows[0]["0/1"], rows[1]["0/1"])
+
+
+def _steps(run: Path) -> list[str]:
+    path = run / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_it_learns(tmp_path):
+    made = recipe(
+        "muon",
+        steps=100,
+        **{
+            "phases.0.learning_rate": 0.01,
+            "phases.0.batch": 8,
+            "phases.0.length": 48,
+            "model.hidden_dropout_prob": 0.0,
+        },
+    )
+    found = go(made, tmp_path / "run")
+    assert losses(tmp_path / "run")[1] > 5.0
+    assert found["bits_per_character"] < 2.5
+
+
+def test_parts_add_up_to_the_batch(tmp_path):
+    """One step in two parts is the step in one."""
+    for parts in (1, 2):
+        made = recipe("window", steps=1, **{"accumulate": parts, "model.hidden_dropout_prob": 0.0})
+        made = replace(made, phases=made.phases[:1])
+        go(made, tmp_path / str(parts))
+    one, two = (weights(tmp_path / name) for name in "12")
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    assert losses(tmp_path / "1")[1] == pytest.approx(losses(tmp_path / "2")[1], rel=1e-5)
+
+
+def test_phases_set_the_windows(tmp_path):
+    made = recipe("window", steps=1)
+    go(made, tmp_path / "run")
+    folder = checkpoint.find(tmp_path / "run")
+    model = LongspanForCausalLM.from_pretrained(folder)
+    assert tuple(s["left"] for s in model.config.attention) == made.phases[-1].windows
+
+
+def test_checkpointing_and_bf16_run(tmp_path):
+    made = recipe("window", steps=1, checkpointing=True, precision="bf16")
+    assert go(made, tmp_path / "run")["bits_per_character"] < 9
+    assert {t.dtype for t in weights(tmp_path / "run").values()} == {torch.float32}
+
+
+def test_samples_and_metrics_are_written(tmp_path):
+    made = recipe("window", steps=2, sample_every=4)
+    go(made, tmp_path / "run")
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in samples] == [4, 8]
+    assert json.loads(samples[0])["text"].startswith("the quick brown fox")
+    entry = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert entry["bits_per_character"] == pytest.approx(entry["loss"] / np.log(2))
+    assert entry["tokens_per_second"] > 0
+    assert entry["gradient_norm"] > 0
+
+
+def test_only_the_last_and_the_best_checkpoint_are_kept(tmp_path):
+    made = recipe("window", steps=2, **{"save_every": 1, "evaluation.every": 3})
+    go(made, tmp_path / "run")
+    last, best = (checkpoint.find(tmp_path / "run", which) for which in ("last", "best"))
+    assert last is not None
+    assert best is not None
+    assert checkpoint.progress(last)["step"] == made.steps
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {last.name, best.name}
+
+
+def test_an_unfinished_checkpoint_is_ignored(tmp_path):
+    made = recipe("window", steps=1)
+    go(made, tmp_path / "run")
+    last = checkpoint.find(tmp_path / "run")
+    torn = checkpoint.unfinished(checkpoint.folder_of(tmp_path / "run", 99))
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"half of it")
+    assert checkpoint.find(tmp_path / "run") == last
+    assert checkpoint.find(tmp_path / "none") is None
+
+
+def test_nothing_is_pickled(tmp_path):
+    go(recipe("compressive", steps=2), tmp_path / "run")
+    endings = {path.suffix for path in (tmp_path / "run" / "checkpoints").rglob("*.*")}
+    assert endings <= {".json", ".safetensors"}
+
+
+def test_folders_are_guarded(tmp_path):
+    made = recipe("window", steps=1)
+    with pytest.raises(ValueError, match="no run to resume"):
+        go(made, tmp_path / "run", resume=True)
+    go(made, tmp_path / "run")
+    with pytest.raises(ValueError, match="--resume goes on"):
+        go(made, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"other settings \(seed\)"):
+        go(change(made, {"seed": 5}), tmp_path / "run", resume=True)
+
+
+def test_what_cannot_run_is_said_before_it_does(tmp_path):
+    made = recipe("window", steps=1)
+    with pytest.raises(ValueError, match="cannot be cut into 4 equal parts"):
+        go(change(made, {"accumulate": 4}), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"model\.hiden_size is unknown; did you mean hidden_size"):
+        CharLM(change(made, {"model.hiden_size": 8}), CORPUS)
+    with pytest.raises(ValueError, match="too few for segments"):
+        CharLM(made, CORPUS._replace(train=TEXT[:20]))
+    with pytest.raises(ValueError, match=r"phases\.0\.steps=0"):
+        CharLM(change(made, {"phases.0.steps": 0}), CORPUS)
+    with pytest.raises(ValueError, match="--data PATH"):
+        CharLM(replace(made, data=Source("file")))
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
+    made = recipe("muon", steps=8, **{"phases.0.learning_rate": 1e18, "optimizer.clip": 0.0})
+    with pytest.raises(FloatingPointError, match="lower learning rate"):
+        go(made, tmp_path / "run")

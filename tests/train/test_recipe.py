@@ -1,0 +1,72 @@
+"""Recipes as values: changed by name, read back, refused where they do not fit."""
+
+import json
+
+import pytest
+
+from longspan.recipes import find
+from longspan.train.recipe import change, from_dict, parse
+
+RECIPE = find("enwik8-small")
+
+
+def test_there_and_back():
+    assert from_dict(json.loads(json.dumps(RECIPE.to_dict()))) == from_dict(RECIPE.to_dict())
+    again = from_dict(json.loads(json.dumps(RECIPE.to_dict())))
+    assert again.phases == RECIPE.phases
+    assert again.optimizer == RECIPE.optimizer
+
+
+def test_values_are_replaced():
+    settings = parse(
+        [
+            "phases.1.steps=7",
+            "model.hidden_size=64",
+            "optimizer.kind=muon",
+            "optimizer.clip=1",
+            "compile=true",
+            "data.path=/some/where",
+            "phases.0.windows=[1,2]",
+        ]
+    )
+    changed = change(RECIPE, settings)
+    assert changed.phases[1].steps == 7
+    assert changed.phases[0].windows == (1, 2)
+    assert changed.phases[2] == RECIPE.phases[2]
+    assert changed.model["hidden_size"] == 64
+    assert (changed.optimizer.kind, changed.optimizer.clip) == ("muon", 1.0)
+    assert changed.compile is True
+    assert changed.data.path == "/some/where"
+    assert RECIPE.phases[1].steps == 50_000
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("phases.0.stepps=3", "phases.0.stepps is unknown; did you mean steps?"),
+        ("optimiser.clip=3", "optimiser is unknown; did you mean optimizer?"),
+        ("phases.9.steps=3", "phases.9: there are 5, numbered from 0"),
+        ("phases.0.steps=many", "phases.0.steps='many': expected int"),
+        ("phases.0.steps=1.5", "phases.0.steps=1.5: expected int"),
+        ("optimizer.kind=sgd", "choose from adamw, muon"),
+        ("optimizer.betas=[0.9]", "expected 2 values"),
+        ("compile=1", "compile=1: expected bool"),
+        ("seed=true", "seed=True: expected int"),
+        ("name.first=x", "has no parts"),
+        ("phases=3", "phases=3: expected a list"),
+        ("steps", "expected key=value"),
+    ],
+)
+def test_what_does_not_fit_is_named(setting, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        change(RECIPE, parse([setting]))
+
+
+def test_steps_belong_to_phases():
+    assert RECIPE.steps == 570_000
+    assert RECIPE.at(0) == (0, 0)
+    assert RECIPE.at(429_999) == (0, 429_999)
+    assert RECIPE.at(430_000) == (1, 0)
+    assert RECIPE.at(569_999) == (4, 4_999)
+    with pytest.raises(ValueError, match="570000 steps"):
+        RECIPE.at(570_000)

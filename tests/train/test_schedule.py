@@ -1,0 +1,53 @@
+"""Learning rates, step by step."""
+
+from dataclasses import replace
+
+import pytest
+
+from longspan.recipes import find
+from longspan.train.recipe import Optimizer, Phase
+from longspan.train.schedule import learning_rate
+
+PHASES = (
+    Phase(steps=10, length=8, batch=1, learning_rate=1.0, warmup=4),
+    Phase(steps=6, length=8, batch=1, learning_rate=0.5, warmup=2),
+)
+
+
+def rates(**settings):
+    recipe = replace(find("tiny"), phases=PHASES, optimizer=Optimizer(**settings))
+    return [learning_rate(recipe, step) for step in range(recipe.steps)]
+
+
+def test_constant():
+    wanted = [0.25, 0.5, 0.75, 1.0, *[1.0] * 6, 0.25, 0.5, *[0.5] * 4]
+    assert rates(schedule="constant") == wanted
+
+
+def test_linear_falls_in_every_phase():
+    found = rates(schedule="linear", final=0.1)
+    assert found[3] == 1.0
+    assert found[9] == pytest.approx(0.1)
+    assert found[15] == pytest.approx(0.05)
+    assert found[4] - found[5] == pytest.approx(0.9 / 6)
+
+
+def test_cosine_over_the_run():
+    found = rates(schedule="cosine", over="run")
+    assert found[9] == pytest.approx(0.5)  # half of what follows the first warm-up
+    assert found[15] == pytest.approx(0.0)
+    assert rates(schedule="cosine")[6] == pytest.approx(0.5)
+
+
+def test_longformer_halves_it():
+    recipe = find("enwik8-small")
+    ends = [sum(p.steps for p in recipe.phases[: n + 1]) - 1 for n in range(5)]
+    assert [learning_rate(recipe, end) for end in ends] == [
+        2.5e-4,
+        1.25e-4,
+        6.25e-5,
+        3.125e-5,
+        1.5625e-5,
+    ]
+    assert learning_rate(recipe, 0) == pytest.approx(2.5e-4 / 10_000)
+    assert recipe.phases[4].warmup == 500
