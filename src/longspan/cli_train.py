@@ -58,7 +58,9 @@ def train(
     too_long: cli_tasks.TooLong = None,
     seeds: cli_tasks.Seeds = 1,
 ) -> None:
-    """Train a language model, or finetune one on examples. Stop it at any time; [bold]--resume[/] goes on where it was.
+    """Train a language model, or finetune an encoder on examples.
+
+    Stop it at any time; [bold]--resume[/] goes on where it was.
 
     [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data. Several GPUs:
     [bold]accelerate launch -m longspan.cli train RECIPE ...[/]

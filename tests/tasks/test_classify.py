@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tasks.finetuned import QUIET, labelled, recipe
+from tasks.finetuned import QUIET, recipe
 from tasks.tiny import tiny_checkpoint
 
 import longspan
@@ -114,7 +114,7 @@ def test_several_labels(tmp_path):
             has = [name for name in animals if random.random() < 0.5]
             text = " ".join(["the", *has, "was", "in", "a", "house"])
             file.write(json.dumps({"text": text, "label": has}) + "\n")
-    settings = {"data__several": True, "data__columns": {}, "epochs": 15.0}
+    settings = {"data__several": True, "data__columns": {}, "epochs": 40.0, "evaluation__every": 0}
     made = recipe("classify", tmp_path, data__train=str(tmp_path / "several.jsonl"), **settings)
     results = finetune(made, tmp_path / "run", console=QUIET)
     assert results["test"]["accuracy"] == 1.0
@@ -158,7 +158,6 @@ def test_too_long_is_refused_or_reported(tmp_path):
     for policy, words in (("split", "read in pieces"), ("head", "read in part only")):
         task = Classify(change(made, {"too_long": policy}))
         assert any(words in note for note in task.notes())
-    assert [len(part.ids) for part in [task.documents.train[0]]][0] >= 12
     assert task.collate([task.documents.train[0].ids])["input_ids"].shape == (1, 10)
 
 
@@ -207,7 +206,3 @@ def test_a_longspan_checkpoint_is_a_start_too(tmp_path):
     for name in ("layers.0.attention.qkv.weight", "embeddings.words.weight"):
         assert torch.equal(mine[name], theirs[name])
     assert model.config.attention[0]["window"] == 8
-
-
-def test_labelled_tables_are_as_described(tmp_path):
-    assert labelled(tmp_path / "t.csv").read_text().count("cat") == 60

@@ -53,9 +53,9 @@ def test_outputs_are_guarded(use, tmp_path):
     predict_file(use, source, output)
     with pytest.raises(ValueError, match="--resume goes on with it"):
         predict_file(use, source, output)
-    with pytest.raises(ValueError, match="has 4 lines, .* only 2 rows"):
+    with pytest.raises(ValueError, match=r"has 4 lines, .* only 2 rows"):
         predict_file(use, labelled(tmp_path / "other.csv", 2), output, resume=True)
-    with pytest.raises(ValueError, match="holds no run: there is no recipe.json"):
+    with pytest.raises(ValueError, match="holds no run"):
         Pipeline(tmp_path)
 
 

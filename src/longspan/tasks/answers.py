@@ -101,21 +101,28 @@ def measure(
 
 
 def best_threshold(questions: Sequence[Question], answers: Sequence[Answer], style: Style) -> float:
-    """The margin at which F1 is highest when all answers below it are withheld."""
-    if all(question.right for question in questions):
-        return -1e9  # every question has an answer: give one
+    """The margin at which F1 is highest when all answers below it are withheld; of several equally
+    good ones, that nearest to 0."""
     gains = []
     for question, own in zip(questions, answers, strict=True):
         given = answer_scores(own.text, question.right, style)[1]
         gains.append(given - answer_scores("", question.right, style)[1])
-    order = np.argsort([-own.margin for own in answers], kind="stable")
+    margins = np.array([own.margin for own in answers])
+    order = np.argsort(-margins, kind="stable")
     total = np.concatenate([[0.0], np.cumsum(np.array(gains)[order])])
-    best = int(total.argmax())
-    margins = np.array([own.margin for own in answers])[order]
-    if best == len(margins):
-        return float(margins[-1]) - 1.0
-    # Between the last that is answered and the first that is not.
-    return float(margins[0]) + 1.0 if best == 0 else float(margins[best - 1] + margins[best]) / 2
+    bounds = np.concatenate([[np.inf], margins[order], [-np.inf]])
+    found = []
+    for answered in np.flatnonzero(total == total.max()):
+        above, below = bounds[answered], bounds[answered + 1]
+        if below <= 0.0 < above:
+            return 0.0
+        if below < above:
+            ends = [end for end in (below, above) if np.isfinite(end)]
+            middle = (
+                sum(ends) / 2 if len(ends) == 2 else ends[0] + (1.0 if above == np.inf else -1.0)
+            )
+            found.append(float(middle))
+    return min(found, key=abs)
 
 
 def _by_question(pairs: list[tuple[Question, Answer]]) -> list[tuple[Question, Answer]]:
