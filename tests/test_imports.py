@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "bench": {"machine", "hub", "models", "layers", "ops"},
     "analyze": {"bench", "tasks", "models", "ops", "data"},
     "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
-    "cli_tasks": {"recipes", "tasks", "train"},
+    "cli_tasks": {"analyze", "recipes", "tasks", "train"},
     "cli_train": {"cli_tasks", "analyze", "recipes", "tasks", "train", "models"},
     "cli": {"cli_train", "cli_tasks", "doctor", "bench", "hub", "demo", "machine"},
     "__init__": {"ops", "models", "hub", "tasks", "registration"},

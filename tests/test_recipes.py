@@ -11,7 +11,7 @@ from longspan.models import LongspanDecoderConfig, LongspanForCausalLM
 from longspan.recipes import FINETUNING, RECIPES, find, summary
 from longspan.recipes.shrink import shrink
 from longspan.tasks.charlm import CharLM
-from longspan.tasks.finetune import finetune
+from longspan.tasks.finetune import finetune, make_task
 from longspan.train.finetuning import planned
 from longspan.train.loop import train
 from longspan.train.recipe import Phase, change
@@ -46,11 +46,18 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     assert summary(name).endswith(".")
     kind = "classify" if source.task == "classify" else "spans"
     toy = toy_recipe(kind, tmp_path)
-    settings = {"batch": 4, "epochs": 0.1, "overlap": min(source.overlap, 2), "precision": "no"}
+    settings = {
+        "batch": 4,
+        "accumulate": 1,
+        "epochs": 0.2,
+        "overlap": min(source.overlap, 2),
+        "precision": "no",
+    }
     settings |= {"data.train": toy.data.train, "data.columns": toy.data.columns}
     settings |= {"model.source": toy.model.source, "model.length": 24}
     settings |= {"data.positive": "cat"} if source.data.positive else {}
-    found = finetune(change(source, settings), tmp_path / "run", console=Console(quiet=True))
+    task = make_task(change(source, settings))
+    found = finetune(task, tmp_path / "run", console=Console(quiet=True))
     assert source.measure in found["test"]
 
 

@@ -45,7 +45,7 @@ def finetune(
     """Carry out a finetuning recipe with what the command line says of it."""
     from longspan.recipes import FINETUNING
     from longspan.tasks.finetune import finetune as carry_out
-    from longspan.tasks.finetune import finetune_seeds
+    from longspan.tasks.finetune import finetune_seeds, make_task
     from longspan.train.recipe import change
 
     asked = {
@@ -64,10 +64,10 @@ def finetune(
     chosen = {key: value for key, value in asked.items() if value is not None}
     recipe = change(recipe, chosen | settings)
     if seeds > 1:
-        found = finetune_seeds(recipe, run, seeds, resume=resume, console=console)
+        found = finetune_seeds(make_task(recipe), run, seeds, resume=resume, console=console)
         _show_spread(found, console)
     else:
-        _show(carry_out(recipe, run, resume=resume, console=console), console)
+        _show(carry_out(make_task(recipe), run, resume=resume, console=console), console)
 
 
 def _show(results: dict[str, Any], console: Console) -> None:
@@ -134,3 +134,69 @@ def predict(
         console.print(f"stopped; the same command with --resume goes on with {target}")
         raise typer.Exit(130) from None
     console.print(f"{count:,} rows in {target}", highlight=False, soft_wrap=True)
+
+
+@commands.command()
+def compare(
+    data: Annotated[Path, typer.Option(help="The examples: CSV, TSV, JSON lines or Parquet.")],
+    model: Annotated[str, typer.Option(help="What to start from: a folder, or a hub name.")],
+    task: Annotated[str, typer.Option(help="classify or spans.")] = "classify",
+    valid: Valid = None,
+    test: Test = None,
+    text: Text = None,
+    label: Label = None,
+    question: Question = None,
+    answers: Answers = None,
+    several: Several = False,
+    length: Annotated[int, typer.Option(min=32, help="Tokens that count as long.")] = 4096,
+    short: Annotated[int, typer.Option(min=16, help="Tokens that count as short.")] = 512,
+    seeds: Seeds = 1,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value of the recipe, e.g. epochs=5; may be repeated."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="A folder; what is in it already is not done again.")
+    ] = Path("runs/compare"),
+) -> None:
+    """Does this data need long context?
+
+    Finetunes one checkpoint with the same examples in four ways (first tokens only, chunk and pool,
+    long with windows only, long with global tokens) and says which to take.
+    """
+    from transformers.utils import logging
+
+    from longspan.analyze.comparison import draw, table
+    from longspan.recipes import FINETUNING
+    from longspan.tasks.compare import compare as carry_out
+    from longspan.train.recipe import change, parse
+
+    logging.disable_progress_bar()
+    if task not in ("classify", "spans"):
+        raise typer.BadParameter(f"--task {task}: choose from classify, spans")
+    console = Console()
+    console = console if console.is_terminal else Console(width=120)
+    columns = {"text": text, "label": label, "question": question, "answers": answers}
+    asked = {
+        "data.train": str(data),
+        "data.valid": valid,
+        "data.test": test,
+        "data.several": several or None,
+        "model.source": model,
+        "model.length": length,
+        "too_long": "split",
+        **{f"data.columns.{column}": value for column, value in columns.items()},
+    }
+    chosen = {key: value for key, value in asked.items() if value is not None}
+    try:
+        recipe = change(FINETUNING[task](), chosen | parse(setting or []))
+        result = carry_out(recipe, output, short=short, seeds=seeds, console=console)
+    except (ValueError, OSError, FloatingPointError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command goes on with {output}")
+        raise typer.Exit(130) from None
+    written = draw(result, output / "compare")
+    console.print(table(result))
+    console.print(result.advice, highlight=False)
+    console.print(f"wrote {output / 'compare.json'}, {written[0]}", highlight=False, soft_wrap=True)

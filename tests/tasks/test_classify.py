@@ -11,13 +11,13 @@ from tasks.tiny import tiny_checkpoint
 
 import longspan
 from longspan.tasks.classify import Classify
-from longspan.tasks.finetune import finetune, finetune_seeds
+from longspan.tasks.finetune import finetune, finetune_seeds, make_task
 from longspan.train.recipe import change
 
 
 def test_it_learns_and_predicts(tmp_path):
     made = recipe("classify", tmp_path, epochs=12.0)
-    results = finetune(made, tmp_path / "run", console=QUIET)
+    results = finetune(make_task(made), tmp_path / "run", console=QUIET)
     assert results["test"]["accuracy"] == 1.0
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
     use = longspan.pipeline(tmp_path / "run")
@@ -116,7 +116,7 @@ def test_several_labels(tmp_path):
             file.write(json.dumps({"text": text, "label": has}) + "\n")
     settings = {"data__several": True, "data__columns": {}, "epochs": 40.0, "evaluation__every": 0}
     made = recipe("classify", tmp_path, data__train=str(tmp_path / "several.jsonl"), **settings)
-    results = finetune(made, tmp_path / "run", console=QUIET)
+    results = finetune(make_task(made), tmp_path / "run", console=QUIET)
     assert results["test"]["accuracy"] == 1.0
     use = longspan.pipeline(tmp_path / "run")
     assert use("the cat was in a house")["labels"] == ["cat"]
@@ -136,7 +136,7 @@ def test_several_labels_in_a_cell(cell, tmp_path):
 
 def test_seeds_are_summed_up_and_resume(tmp_path):
     made = recipe("classify", tmp_path, epochs=1.0)
-    summary = finetune_seeds(made, tmp_path / "runs", 2, console=QUIET)
+    summary = finetune_seeds(make_task(made), tmp_path / "runs", 2, console=QUIET)
     found = [
         json.loads((tmp_path / "runs" / f"seed-{seed}" / "results.json").read_text())["test"]
         for seed in (0, 1)
@@ -148,7 +148,9 @@ def test_seeds_are_summed_up_and_resume(tmp_path):
     for name in ("results.json", "recipe.json"):
         (tmp_path / "runs" / "seed-1" / name).unlink()
     (tmp_path / "runs" / "seed-1").rename(tmp_path / "gone")
-    assert finetune_seeds(made, tmp_path / "runs", 2, resume=True, console=QUIET) == summary
+    assert (
+        finetune_seeds(make_task(made), tmp_path / "runs", 2, resume=True, console=QUIET) == summary
+    )
 
 
 def test_too_long_is_refused_or_reported(tmp_path):

@@ -5,14 +5,14 @@ import json
 import pytest
 from tasks.finetuned import QUIET, asked, labelled, recipe
 
-from longspan.tasks.finetune import finetune
+from longspan.tasks.finetune import finetune, make_task
 from longspan.tasks.predict import Pipeline, predict_file
 
 
 @pytest.fixture(scope="module")
 def use(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classify")
-    finetune(recipe("classify", folder, epochs=1.0), folder / "run", console=QUIET)
+    finetune(make_task(recipe("classify", folder, epochs=1.0)), folder / "run", console=QUIET)
     return Pipeline(folder / "run")
 
 
@@ -61,7 +61,7 @@ def test_outputs_are_guarded(use, tmp_path):
 
 def test_questions_of_a_document_become_rows(tmp_path):
     made = recipe("spans", tmp_path, epochs=0.5)
-    finetune(made, tmp_path / "run", console=QUIET)
+    finetune(make_task(made), tmp_path / "run", console=QUIET)
     use = Pipeline(tmp_path / "run")
     source = asked(tmp_path / "in.jsonl", 3)
     assert predict_file(use, source, tmp_path / "out.jsonl") == 3

@@ -12,7 +12,7 @@ import longspan
 from longspan.data.examples import Skips
 from longspan.data.tables import Row
 from longspan.tasks.answers import Answer, best_answers, best_threshold, measure
-from longspan.tasks.finetune import finetune
+from longspan.tasks.finetune import finetune, make_task
 from longspan.tasks.questions import Question, read_questions
 from longspan.tasks.spans import Spans, or_loss
 from longspan.train.recipe import change
@@ -86,7 +86,7 @@ def test_it_learns_and_predicts(tmp_path):
     data = str(asked(tmp_path / "many.jsonl", 90))
     settings = {"epochs": 12.0, "answers__longest": 3, "evaluation__every": 0}
     made = recipe("spans", tmp_path, data__train=data, **settings)
-    results = finetune(made, tmp_path / "run", console=QUIET)
+    results = finetune(make_task(made), tmp_path / "run", console=QUIET)
     assert results["test"]["f1"] == 1.0
     assert results["valid"]["threshold"] == results["test"]["threshold"]
     use = longspan.pipeline(tmp_path / "run")

@@ -75,7 +75,7 @@ def cuad() -> Finetuning:
         answers=Answers(longest=256, best=20),
         epochs=2.0,
         batch=16,
-        accumulate=2,
+        accumulate=8,  # a contract may have 100,000 tokens
         too_long="split",
         overlap=256,
         evaluation=Checks(batch=4, limit=500),

@@ -86,18 +86,25 @@ def measure(
     pairs = list(zip(questions, answers, strict=True))
     if style == "triviaqa":
         pairs = _by_question(pairs)
-    scores = np.array(
-        [
-            answer_scores(own.text if own.margin > threshold else "", question.right, style)
-            for question, own in pairs
-        ]
-    )
+    each = scores([one for one, _ in pairs], [own for _, own in pairs], style, threshold)
     has = np.array([bool(question.right) for question, _ in pairs])
-    found = {"exact": float(scores[:, 0].mean()), "f1": float(scores[:, 1].mean())}
+    found = {"exact": float(each[:, 0].mean()), "f1": float(each[:, 1].mean())}
     for name, chosen in (("answerable", has), ("unanswerable", ~has)):
         if chosen.any():
-            found[f"f1_{name}"] = float(scores[chosen, 1].mean())
+            found[f"f1_{name}"] = float(each[chosen, 1].mean())
     return found
+
+
+def scores(
+    questions: Sequence[Question], answers: Sequence[Answer], style: Style, threshold: float
+) -> np.ndarray:
+    """[questions, 2]: exact match and F1 of each."""
+    return np.array(
+        [
+            answer_scores(own.text if own.margin > threshold else "", question.right, style)
+            for question, own in zip(questions, answers, strict=True)
+        ]
+    )
 
 
 def best_threshold(questions: Sequence[Question], answers: Sequence[Answer], style: Style) -> float:

@@ -6,23 +6,22 @@ are the mean of theirs, in training as in prediction.
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 from transformers import PreTrainedModel
 
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
-from longspan.tasks.documents import Reach, collate, make_template, pieces, reach, tokenize
+from longspan.tasks.base import ExampleTask, check_recipe
+from longspan.tasks.documents import collate, make_template, pieces, reach, tokenize
 from longspan.tasks.measures import label_measures
 from longspan.tasks.start import build_model, load_tokenizer
-from longspan.train.finetuning import Finetuning, check, planned
-from longspan.train.recipe import Phase
+from longspan.train.finetuning import Finetuning, planned
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("accuracy", "macro_f1", "micro_f1", "f1")
@@ -106,27 +105,26 @@ class Classifier:
         return {"label": max(by_name, key=lambda name: by_name[name]), "scores": by_name}
 
 
-class Classify(Classifier):
+class Classify(Classifier, ExampleTask):
     """The task of a recipe: its examples, its model, and how well they are told apart.
 
     Everything that can be wrong with a recipe or its examples is found here, before training.
     """
 
     def __init__(self, recipe: Finetuning) -> None:
-        check(recipe)
-        if recipe.measure not in MEASURES:
-            raise ValueError(f"measure={recipe.measure}: choose from {', '.join(MEASURES)}")
-        if recipe.model.source is None:
-            raise ValueError("there is no model to start from: give --model FOLDER or a hub name")
-        super().__init__(recipe, load_tokenizer(recipe.model.source))
+        source = check_recipe(recipe, MEASURES)
+        super().__init__(recipe, load_tokenizer(source))
         self.skips = Skips()
         examples = read_examples(recipe.data, self._understand)
         self.labels = _labels(examples, recipe)
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
         self.documents = Splits(*(self._encode(split) for split in examples))
-        self.reach: Reach = reach(
-            [len(one.ids) for split in self.documents for one in split], self.room
-        )
+        self._settle(recipe)
+
+    def _settle(self, recipe: Finetuning) -> None:
+        Classifier.__init__(self, recipe, self.tokenizer)
+        lengths = [len(one.ids) for split in self.documents for one in split]
+        self.reach = reach(lengths, self.room)
         self.reach.check(recipe.too_long)
         self.recipe = planned(recipe, len(self.documents.train))
         self._order = Order(len(self.documents.train), recipe.batch, recipe.seed)
@@ -136,6 +134,10 @@ class Classify(Classifier):
         sizes = ", ".join(f"{len(own):,} {name}" for name, own in self.documents._asdict().items())
         found = [f"{sizes} examples; labels: {', '.join(self.labels)}", *self.skips.lines()]
         return [*found, *([self.reach.share(self.recipe.too_long)] if self.reach.too_long else [])]
+
+    def lengths(self, split: str) -> np.ndarray:
+        """Tokens of each document."""
+        return np.array([len(one.ids) for one in getattr(self.documents, split)])
 
     def _understand(self, row: Row) -> Iterator[Labelled]:
         columns = self.recipe.data.columns
@@ -193,9 +195,6 @@ class Classify(Classifier):
             problem_type=f"{kind}_classification",
         )
 
-    def enter(self, model: PreTrainedModel, phase: Phase) -> None:
-        pass
-
     def batch(self, number: int, step: int, rows: range) -> tuple[dict[str, Tensor], bool]:
         return self._batch([self.documents.train[p] for p in self._order.take(step, rows)]), True
 
@@ -220,16 +219,30 @@ class Classify(Classifier):
 
     def evaluate(self, model: PreTrainedModel, split: str, limit: int = 0) -> dict[str, float]:
         logits, targets = self.scores(model, split, limit)
+        sheet = self._sheet(logits, targets)
+        return {**self._measures(sheet), "loss": float(self._losses(logits, targets).mean())}
+
+    def sheet(self, model: Any, split: str) -> np.ndarray:
+        return self._sheet(*self.scores(model, split))
+
+    def mark(self, sheet: np.ndarray) -> float:
+        return self._measures(sheet)[self.recipe.measure]
+
+    def _sheet(self, logits: Tensor, targets: Tensor) -> np.ndarray:
+        """The right labels, and behind them those that are found."""
+        if self.recipe.data.several:
+            found = (logits > 0).int()
+        else:
+            found = one_hot(logits.argmax(dim=1), logits.shape[1])
+        return torch.cat([targets.int(), found.int()], dim=1).numpy()
+
+    def _measures(self, sheet: np.ndarray) -> dict[str, float]:
         positive = self.recipe.data.positive
-        return {
-            **label_measures(
-                targets.numpy(),
-                self.decide(logits).numpy(),
-                several=self.recipe.data.several,
-                positive=None if positive is None else self.labels.index(positive),
-            ),
-            "loss": float(self._losses(logits, targets).mean()),
-        }
+        return label_measures(
+            *np.split(sheet, 2, axis=1),
+            several=self.recipe.data.several,
+            positive=None if positive is None else self.labels.index(positive),
+        )
 
     @torch.no_grad()
     def scores(self, model: Any, split: str, limit: int = 0) -> tuple[Tensor, Tensor]:
@@ -246,12 +259,6 @@ class Classify(Classifier):
         logits, targets = zip(*found, strict=True)
         return torch.cat(logits), torch.cat(targets)
 
-    def decide(self, logits: Tensor) -> Tensor:
-        """[examples, labels] of 0 and 1."""
-        if self.recipe.data.several:
-            return (logits > 0).int()
-        return nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1])
-
     def sample(self, model: PreTrainedModel) -> str:
         """What is said of a validation example."""
         document = self.documents.valid[0]
@@ -261,15 +268,6 @@ class Classify(Classifier):
             scores = self.probabilities(self.logits(model, batch, 1))[0].tolist()
         shown = ", ".join(f"{n} {s:.2f}" for n, s in zip(self.labels, scores, strict=True))
         return f"{self.tokenizer.decode(document.ids[:40])} ...: {shown}"
-
-    def accompany(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
-
-    def pack(self, state: Any) -> dict[str, Tensor]:
-        return {}
-
-    def unpack(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> Any:
-        return None
 
 
 def _name(value: Any) -> str:

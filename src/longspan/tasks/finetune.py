@@ -24,15 +24,19 @@ TASKS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
+def make_task(recipe: Finetuning) -> Any:
+    """The task of a recipe, its examples read."""
+    return TASKS[recipe.task][0](recipe)
+
+
 def finetune(
-    recipe: Finetuning, run: Path, *, resume: bool = False, console: Console | None = None
+    task: Any, run: Path, *, resume: bool = False, console: Console | None = None
 ) -> dict[str, Any]:
     """Train in the folder `run`, then score the test examples with the best checkpoint.
 
     Returns and writes (`results.json`) the measures on validation and test examples.
     """
     console = console or Console()
-    task = TASKS[recipe.task][0](recipe)
     for note in task.notes():
         console.print(note, soft_wrap=True, highlight=False, markup=False)
     train(task.recipe, task, run, resume=resume, console=console)
@@ -48,7 +52,7 @@ def finetune(
 
 
 def finetune_seeds(
-    recipe: Finetuning,
+    task: Any,
     run: Path,
     seeds: int,
     *,
@@ -60,7 +64,7 @@ def finetune_seeds(
     With `resume`, runs that have results are not done again.
     """
     console = console or Console()
-    found = {}
+    found, recipe = {}, task.recipe
     for seed in range(recipe.seed, recipe.seed + seeds):
         folder = run / f"seed-{seed}"
         if resume and (folder / "results.json").exists():
@@ -68,7 +72,7 @@ def finetune_seeds(
             continue
         console.print(f"seed {seed}, into {folder}", highlight=False, soft_wrap=True)
         again = resume and (folder / "recipe.json").exists()
-        own = replace(recipe, seed=seed)
+        own = task.again(replace(recipe, seed=seed))
         found[seed] = finetune(own, folder, resume=again, console=console)
     summary = {"seeds": sorted(found)} | {
         split: spread([one[split] for one in found.values()]) for split in ("valid", "test")

@@ -7,7 +7,6 @@ stands for "there is no answer".
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +17,12 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForQuestionAnswering
-from longspan.tasks.answers import Found, best_answers, best_threshold, measure
+from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure, scores
+from longspan.tasks.base import ExampleTask, check_recipe
 from longspan.tasks.documents import Tokens, collate, make_template, pieces, reach, tokenize
 from longspan.tasks.questions import Question, read_questions
 from longspan.tasks.start import build_model, load_tokenizer
-from longspan.train.finetuning import Finetuning, check, planned
-from longspan.train.recipe import Phase
+from longspan.train.finetuning import Finetuning, planned
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("f1", "exact", "best_f1", "best_exact")
@@ -146,26 +145,27 @@ class Finder:
         """How many documents do not fit beside their question, or an error if none may."""
         length = self.recipe.model.length - self.template.size
         most = max((len(one.question) for one in asked), default=0)
-        found = reach([len(one.document.ids) for one in asked], length - most)
+        documents = {id(one.document): len(one.document.ids) for one in asked}
+        found = reach(list(documents.values()), length - most)
         found.check(self.recipe.too_long)
         return found
 
 
-class Spans(Finder):
+class Spans(Finder, ExampleTask):
     """The task of a recipe: its questions, its model, and how well they are answered."""
 
     def __init__(self, recipe: Finetuning) -> None:
-        check(recipe)
-        if recipe.measure not in MEASURES:
-            raise ValueError(f"measure={recipe.measure}: choose from {', '.join(MEASURES)}")
-        if recipe.model.source is None:
-            raise ValueError("there is no model to start from: give --model FOLDER or a hub name")
-        super().__init__(recipe, load_tokenizer(recipe.model.source))
+        source = check_recipe(recipe, MEASURES)
+        super().__init__(recipe, load_tokenizer(source))
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
         self.questions = self._drop_lost(read_examples(recipe.data, self._understand))
         self._documents: dict[str, Tokens] = {}
         self.asked = Splits(*(self._encode(split) for split in self.questions))
+        self._settle(recipe)
+
+    def _settle(self, recipe: Finetuning) -> None:
+        Finder.__init__(self, recipe, self.tokenizer)
         self.reach = self.check_length([one for split in self.asked for one in split])
         self.recipe = planned(recipe, len(self.asked.train))
         self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
@@ -178,6 +178,10 @@ class Spans(Finder):
         ]
         found = [f"questions: {', '.join(sizes)}", *self.skips.lines()]
         return [*found, *([self.reach.share(self.recipe.too_long)] if self.reach.too_long else [])]
+
+    def lengths(self, split: str) -> np.ndarray:
+        """Tokens of the document of each question."""
+        return np.array([len(one.document.ids) for one in getattr(self.asked, split)])
 
     def _understand(self, row: Row) -> Iterator[Question]:
         return read_questions(row, self.recipe.data.columns, self.skips)
@@ -214,9 +218,6 @@ class Spans(Finder):
         head = LongspanForQuestionAnswering
         return build_model(self.recipe.model, head, self.tokenizer)
 
-    def enter(self, model: PreTrainedModel, phase: Phase) -> None:
-        pass
-
     def batch(self, number: int, step: int, rows: range) -> tuple[dict[str, Tensor], bool]:
         return self.collate([self.asked.train[p] for p in self._order.take(step, rows)]), True
 
@@ -231,17 +232,7 @@ class Spans(Finder):
 
     def evaluate(self, model: PreTrainedModel, split: str, limit: int = 0) -> dict[str, float]:
         """Measures at the threshold of the recipe, and at the best one for these examples."""
-        model.eval()
-        asked: list[Asked] = getattr(self.asked, split)[: limit or None]
-        questions: list[Question] = getattr(self.questions, split)[: limit or None]
-        size = self.recipe.evaluation.batch
-        found = []
-        for first in range(0, len(asked), size):
-            found += self.find(model, asked[first : first + size])
-        answers = [
-            one.best(question.text, own.document.offsets)
-            for one, question, own in zip(found, questions, asked, strict=True)
-        ]
+        questions, answers = self._answer(model, split, limit)
         style = self.recipe.answers.style
         best = best_threshold(questions, answers, style)
         if split == "valid" and self.recipe.answers.threshold is None:
@@ -255,21 +246,36 @@ class Spans(Finder):
             "threshold": self.threshold,
         }
 
+    def _answer(
+        self, model: Any, split: str, limit: int = 0
+    ) -> tuple[list[Question], list[Answer]]:
+        model.eval()
+        asked: list[Asked] = getattr(self.asked, split)[: limit or None]
+        questions: list[Question] = getattr(self.questions, split)[: limit or None]
+        size = self.recipe.evaluation.batch
+        found: list[Found] = []
+        for first in range(0, len(asked), size):
+            found += self.find(model, asked[first : first + size])
+        answers = [
+            one.best(question.text, own.document.offsets)
+            for one, question, own in zip(found, questions, asked, strict=True)
+        ]
+        return questions, answers
+
+    def sheet(self, model: Any, split: str) -> np.ndarray:
+        """Exact match and F1 of each question, at the threshold that validation chose."""
+        questions, answers = self._answer(model, split)
+        return scores(questions, answers, self.recipe.answers.style, self.threshold)
+
+    def mark(self, sheet: np.ndarray) -> float:
+        return float(sheet[:, 0 if "exact" in self.recipe.measure else 1].mean())
+
     def sample(self, model: PreTrainedModel) -> str:
         """What is answered to a validation question."""
         model.eval()
         question, asked = self.questions.valid[0], self.asked.valid[0]
         found = self.find(model, [asked])[0].best(question.text, asked.document.offsets)
         return f"{question.question} -> {found.text!r}"
-
-    def accompany(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
-
-    def pack(self, state: Any) -> dict[str, Tensor]:
-        return {}
-
-    def unpack(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> Any:
-        return None
 
 
 def or_loss(scores: Tensor, right: Tensor, group: Tensor, count: int) -> Tensor:

@@ -44,6 +44,8 @@ def build_model(
     for name, value in settings.items():
         setattr(config, name, value)
     config.global_preset = start.global_tokens  # None leaves it to the head
+    if start.pooling is not None:
+        config.classifier_pooling = start.pooling
     config.sep_token_id = tokenizer.sep_token_id
     model = head(config)
     old: Any = source.base_model

@@ -19,12 +19,15 @@ class Start:
         length: tokens that the model reads at once, special ones included.
         window: of a checkpoint that is converted.
         global_tokens: as in `LongspanConfig.global_preset`; None leaves it to the task.
+        pooling: what a document's scores come from, as in `LongspanConfig.classifier_pooling`;
+            None as the checkpoint has it.
     """
 
     source: str | None = None
     length: int = 4096
     window: int = 512
     global_tokens: Literal["none", "first", "question"] | None = None
+    pooling: Literal["first", "mean"] | None = None
 
 
 @dataclass(frozen=True)
