@@ -256,3 +256,22 @@ def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
 
 def plain(output: str) -> str:
     return " ".join(output.replace("│", " ").split())
+
+
+def test_comparing(tmp_path: Path) -> None:
+    from tasks.finetuned import labelled
+    from tasks.tiny import tiny_checkpoint
+
+    data, source = labelled(tmp_path / "animals.csv"), tiny_checkpoint(tmp_path / "source")
+    command = ["compare", "--data", str(data), "--model", str(source), "--output", str(tmp_path)]
+    assert "choose from classify, spans" in invoke(*command, "--task", "guess", code=2)
+    command += ["--text", "body", "--label", "animal", "--length", "64", "--short", "16"]
+    assert "short=64" in plain(invoke(*command, "--short", "64", code=2))
+    for value in ("epochs=0.1", "precision=no", "data.limit=20", "evaluation.every=0"):
+        command += ["--set", value]
+    output = plain(invoke(*command))
+    for name in ("first tokens", "chunk and pool", "long, window only", "macro f1"):
+        assert name in output
+    assert "of the test documents have more than 16 tokens" in output
+    assert (tmp_path / "compare.json").exists()
+    assert (tmp_path / "compare.svg").exists()

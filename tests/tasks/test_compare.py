@@ -38,7 +38,7 @@ def animals(path, first, last, count=120):
 
 
 def toy(tmp_path, first, last, **changes):
-    settings = {"epochs": 6.0, "too_long": "split", "evaluation__every": 0, "measure": "accuracy"}
+    settings = {"epochs": 15.0, "too_long": "split", "evaluation__every": 0, "measure": "accuracy"}
     settings |= {"model__length": 64, "data__test_share": 0.3}
     return recipe(
         "classify",
@@ -55,6 +55,8 @@ def test_what_stands_at_the_end_needs_long_context(tmp_path, monkeypatch):
     scores = {one.name: one.score for one in result.contenders}
     assert scores[GLOBAL].value == 1.0
     assert scores[FIRST].value < 0.75
+    assert result.gain.low > 0
+    assert result.advice.startswith("Long context helps")
     assert result.long_share == 1.0
     kept = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert [one["name"] for one in kept["contenders"]] == [FIRST, CHUNKS, WINDOW, GLOBAL]

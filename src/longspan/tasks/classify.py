@@ -70,7 +70,9 @@ class Classifier:
         found = model(**given).logits.float()
         place = batch["document"]
         sums = found.new_zeros(documents, found.shape[1]).index_add(0, place, found)
-        return sums / torch.bincount(place, minlength=documents)[:, None]
+        # Not bincount, for whose result a GPU is waited for.
+        counts = found.new_zeros(documents).index_add(0, place, found.new_ones(len(place)))
+        return sums / counts[:, None]
 
     @torch.no_grad()
     def predict(self, model: Any, rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -36,8 +36,8 @@ class Pipeline:
         self.task = TASKS[self.recipe.task][1](self.recipe, load_tokenizer(folder))
         results = run / "results.json"
         if results.exists() and self.recipe.answers.threshold is None:
-            known = checkpoint.read_json(results)["valid"]
-            self.task.threshold = known.get("threshold", 0.0)
+            # Where training found no answer to be the better one.
+            self.task.threshold = checkpoint.read_json(results)["valid"].get("threshold", 0.0)
 
     def __call__(self, text: str, question: str | None = None) -> dict[str, Any]:
         given = {"text": text} | ({} if question is None else {"question": question})
