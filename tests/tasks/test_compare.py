@@ -115,9 +115,9 @@ def contender(name, value, seconds):
 @pytest.mark.parametrize(
     ("gain", "advice"),
     [
-        (Interval(0.05, 0.01, 0.09), "Long context helps: take 'long', +0.050"),
+        (Interval(0.05, 0.01, 0.09), "Long context helps: take 'long, global', +0.050"),
         (Interval(-0.05, -0.09, -0.01), "Long context hurts: take 'chunk and pool'"),
-        (Interval(0.01, -0.02, 0.04), "no difference: 'long' is +0.010"),
+        (Interval(0.01, -0.02, 0.04), "no difference: 'long, global' is +0.010"),
     ],
 )
 def test_advice(gain, advice):

@@ -18,7 +18,8 @@ from longspan.tasks.finetune import finetune, half, load_model, make_task
 from longspan.train import checkpoint
 from longspan.train.finetuning import Finetuning
 
-FIRST, CHUNKS, WINDOW, GLOBAL = "first tokens", "chunk and pool", "long, window only", "long"
+FIRST, CHUNKS = "first tokens", "chunk and pool"
+WINDOW, GLOBAL = "long, window only", "long, global"
 SHORT_ONES = (FIRST, CHUNKS)
 _RESAMPLES = 2000
 
