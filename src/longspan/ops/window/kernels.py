@@ -289,7 +289,7 @@ def forward(
         if BOUNDED:
             edge = edge | (holes != 0)
         if edge:
-            ok = within(mk[None, :], lo[:, None], hi[:, None])
+            ok = within(tl.arange(0, BN)[None, :], (lo - s)[:, None], (hi - s)[:, None])
             if BOUNDED:
                 visible = tl.load(STOP + batch * n + j, mask=mk < length, other=0) > 0
                 ok = ok & visible[None, :]
