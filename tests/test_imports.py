@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "hub": {"models", "layers", "ops"},
     "data": set(),
     "train": {"data"},
-    "tasks": {"train", "data", "models"},
+    "tasks": {"train", "data", "models", "hub"},
     "recipes": {"train", "data"},
     "registration": {"models"},
     "machine": set(),
@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "bench": {"machine", "hub", "models", "layers", "ops"},
     "analyze": {"bench", "tasks", "models", "ops", "data"},
     "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
-    "cli_train": {"analyze", "recipes", "tasks", "train", "models"},
-    "cli": {"cli_train", "doctor", "bench", "hub", "demo", "machine"},
+    "cli_tasks": {"analyze", "recipes", "tasks", "train"},
+    "cli_train": {"cli_tasks", "analyze", "recipes", "tasks", "train", "models"},
+    "cli": {"cli_train", "cli_tasks", "doctor", "bench", "hub", "demo", "machine"},
     "__init__": {"ops", "models", "hub", "tasks", "registration"},
 }
 

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 import longspan
+from longspan import cli_tasks
 from longspan.cli_train import commands
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(commands)
+app.add_typer(cli_tasks.commands)
 
 
 def _version(wanted: bool) -> None:

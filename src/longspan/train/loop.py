@@ -24,13 +24,13 @@ from safetensors.torch import load_model
 from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
 from longspan.train.progress import Bar, Metrics
-from longspan.train.recipe import Recipe
+from longspan.train.recipe import Plan
 from longspan.train.schedule import learning_rate
-from longspan.train.task import Task
+from longspan.train.task import BITS, Task
 
 
 def train(
-    recipe: Recipe,
+    recipe: Plan,
     task: Task,
     run: Path,
     *,
@@ -80,7 +80,8 @@ def train(
     found: dict[str, Any] = {}
     losses: list[torch.Tensor] = []
     since, tokens = time.monotonic(), 0
-    with Bar(console, recipe, begin, shown=main) as bar:
+    goal = task.goal
+    with Bar(console, recipe, begin, shown=main, bits=goal is BITS) as bar:
         for step in range(begin, recipe.steps):
             number, inside = recipe.at(step)
             phase = recipe.phases[number]
@@ -93,6 +94,7 @@ def train(
             set_learning_rate(optimizers, rate)
             for part, rows in enumerate(shares[number]):
                 batch, anew = task.batch(number, inside, rows)
+                tokens += _tokens(batch) * accelerator.num_processes
                 batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
                 if anew:
                     states[part] = None
@@ -107,8 +109,6 @@ def train(
             for wrapped in prepared:
                 wrapped.step()
                 wrapped.zero_grad()
-            tokens += phase.batch * phase.length
-
             done = step + 1
             ends = done == recipe.steps
             evaluates = ends or _due(recipe.evaluation.every, done)
@@ -127,7 +127,7 @@ def train(
                     "step": done,
                     "phase": number,
                     "loss": nats,
-                    "bits_per_character": nats / math.log(2),
+                    **({BITS.name: nats / math.log(2)} if goal is BITS else {}),
                     "learning_rate": rate,
                     "gradient_norm": None if norm is None else float(norm),
                     "tokens_per_second": speed,
@@ -144,11 +144,12 @@ def train(
                 with accelerator.autocast():
                     found = task.evaluate(plain, "valid", limit)
                 model.train()
-                if best is None or found["bits_per_character"] < best["bits_per_character"]:
-                    best = {"step": done, "bits_per_character": found["bits_per_character"]}
+                value = found[goal.name]
+                if best is None or goal.is_better(value, best[goal.name]):
+                    best = {"step": done, goal.name: value}
                 if metrics is not None:
                     metrics.add({"step": done, "split": "valid", **found})
-                bar.say(f"step {done}: valid {found['bits_per_character']:.4f} bits per character")
+                bar.say(f"step {done}: valid {value:.4f} {goal.in_words}")
             samples = _due(recipe.sample_every, done)
             if samples:
                 with accelerator.autocast():
@@ -172,11 +173,17 @@ def _due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
+def _tokens(batch: dict[str, torch.Tensor]) -> int:
+    """Real ones of a batch that is still on the CPU: padding does not count."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else int(mask.sum())
+
+
 def _seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
-def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> None:
+def _prepare_folder(recipe: Plan, run: Path, resume: bool) -> None:
     """Write the recipe down; a folder with another run in it is refused."""
     path = run / "recipe.json"
     wanted = json.loads(json.dumps(recipe.to_dict()))
@@ -199,7 +206,7 @@ def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> None:
     checkpoint.write_json(path, wanted)
 
 
-def _shares(recipe: Recipe, accelerator: Accelerator) -> list[list[range]]:
+def _shares(recipe: Plan, accelerator: Accelerator) -> list[list[range]]:
     """For each phase, the rows of a batch that fall to this process, in equal parts."""
     parts = accelerator.num_processes * recipe.accumulate
     shares = []
@@ -246,6 +253,7 @@ def _save(
     if accelerator.is_main_process:
         plain = accelerator.unwrap_model(owner, keep_torch_compile=False)
         plain.save_pretrained(temporary, state_dict=weights)
+        task.accompany(temporary)
         checkpoint.save_tensors(temporary / "optimizer.safetensors", moments)
         keep = {known["step"]} | ({known["best"]["step"]} if known["best"] else set())
         checkpoint.finish(folder, known, keep)

@@ -2,10 +2,10 @@
 
 import math
 
-from longspan.train.recipe import Recipe
+from longspan.train.recipe import Plan
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
+def learning_rate(recipe: Plan, step: int) -> float:
     """Of a step counted from 0. Warm-up reaches the top in its last step."""
     optimizer = recipe.optimizer
     number, inside = recipe.at(step)
