@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "registration": {"models"},
     "machine": set(),
     "doctor": {"machine", "ops"},
-    "bench": {"machine", "hub", "models", "layers", "ops"},
+    "bench": {"machine", "hub", "train", "models", "layers", "ops"},
     "analyze": {"bench", "tasks", "models", "ops", "data"},
     "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
     "cli_train": {"analyze", "recipes", "tasks", "train", "models"},
