@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 import longspan
-from longspan.cli_train import commands
+from longspan import cli_study, cli_train
 
 app = typer.Typer(
     name="longspan",
@@ -24,7 +24,8 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
-app.add_typer(commands)
+app.add_typer(cli_train.commands)
+app.add_typer(cli_study.commands)
 
 
 def _version(wanted: bool) -> None:

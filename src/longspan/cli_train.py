@@ -1,14 +1,10 @@
 """The commands of language models: recipes, train, eval, generate."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from longspan.models import LongspanForCausalLM
-    from longspan.train.recipe import Recipe
 
 commands = typer.Typer()
 
@@ -23,7 +19,7 @@ def recipes() -> None:
     table = Table("recipe", "what it is", box=None, pad_edge=False)
     for name in RECIPES:
         table.add_row(name, summary(name))
-    _console().print(table)
+    console_for_logs().print(table)
 
 
 @commands.command()
@@ -64,7 +60,7 @@ def train(
 
     logging.disable_progress_bar()
     main = environ.get("RANK", "0") == "0"  # of several processes, one speaks
-    console = _console() if main else Console(quiet=True)
+    console = console_for_logs() if main else Console(quiet=True)
     run = output or Path("runs") / recipe
     try:
         settings = parse(setting or [])
@@ -75,9 +71,10 @@ def train(
         task = CharLM(chosen)
         with device("meta"):
             size = task.build().num_parameters()
+        extent = f"{chosen.minutes:g} minutes" if chosen.minutes else f"{chosen.steps:,} steps"
         console.print(
             f"{chosen.name}: {size / 1e6:.1f}M parameters, {len(task.corpus.train):,} bytes to "
-            f"train on, {chosen.steps:,} steps, into {run}",
+            f"train on, {extent}, into {run}",
             soft_wrap=True,
             highlight=False,
         )
@@ -106,21 +103,25 @@ def evaluate(
 ) -> None:
     """Bits per character of a run, measured as its recipe says, with much before every byte."""
     from torch import autocast, bfloat16
+    from transformers.utils import logging
 
     from longspan.tasks.bits import by_document
     from longspan.tasks.charlm import CharLM
+    from longspan.tasks.runs import load_model, open_run
     from longspan.train.recipe import change, parse
 
+    logging.disable_progress_bar()
     _check_choice("--split", split, ["valid", "test", "train"])
-    console = _console()
+    _check_choice("--checkpoint", checkpoint, ["best", "last"])
+    console = console_for_logs()
     try:
-        recipe, folder = _find_run(run, checkpoint)
+        _, recipe, folder = open_run(run, checkpoint)
         settings = parse(setting or [])
         if data is not None:
             settings["data.path"] = str(data)
         recipe = change(recipe, settings)
         task = CharLM(recipe)
-        model = _load_model(folder)
+        model = load_model(folder)
         half = autocast(model.device.type, bfloat16, enabled=recipe.precision == "bf16")
         with console.status(f"reading {split} ..."), half:
             if documents:
@@ -155,12 +156,17 @@ def generate(
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Write on from a prompt; the text appears as it is made."""
+    from transformers.utils import logging
+
     from longspan.models.sampling import Sampler
+    from longspan.tasks.runs import load_model, open_run
     from longspan.tasks.writing import write
 
+    logging.disable_progress_bar()
+    _check_choice("--checkpoint", checkpoint, ["best", "last"])
     try:
-        folder = run if (run / "config.json").exists() else _find_run(run, checkpoint)[1]
-        model = _load_model(folder)
+        folder = run if (run / "config.json").exists() else open_run(run, checkpoint).checkpoint
+        model = load_model(folder)
         sampler = Sampler(temperature, top_k, top_p, seed)
         typer.echo(prompt, nl=False)
         for piece in write(model, prompt, tokens, sampler):
@@ -172,36 +178,7 @@ def generate(
     typer.echo()
 
 
-def _find_run(run: Path, which: str) -> "tuple[Recipe, Path]":
-    """A run's recipe, and the folder of its last or best checkpoint."""
-    from json import loads
-
-    from longspan.train.checkpoint import find
-    from longspan.train.recipe import from_dict
-
-    _check_choice("--checkpoint", which, ["best", "last"])
-    if not (run / "recipe.json").exists():
-        raise ValueError(f"{run} holds no run: there is no recipe.json; `longspan train` makes one")
-    folder = find(run, which)
-    if folder is None:
-        raise ValueError(f"{run} has no checkpoint yet")
-    return from_dict(loads((run / "recipe.json").read_text(encoding="utf8"))), folder
-
-
-def _load_model(folder: Path) -> "LongspanForCausalLM":
-    import torch
-    from transformers.utils import logging
-
-    from longspan.models import LongspanForCausalLM
-
-    logging.disable_progress_bar()
-    model = LongspanForCausalLM.from_pretrained(folder).eval()
-    if torch.cuda.is_available():
-        torch.nn.Module.cuda(model)
-    return model
-
-
-def _console() -> Console:
+def console_for_logs() -> Console:
     """The terminal; or, for logs and files, a page wide enough for the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=120)

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
@@ -54,13 +53,13 @@ class Metrics:
 class Bar:
     """Steps done, loss, bits per character, tokens per second and the time left."""
 
-    def __init__(self, console: Console, recipe: Recipe, begin: int, shown: bool) -> None:
+    def __init__(self, console: Console, recipe: Recipe, begin: float, shown: bool) -> None:
         self._phases = len(recipe.phases)
         self._console, self._shown = console, shown
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[steps]:,} steps"),
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -69,7 +68,7 @@ class Bar:
             disable=not shown or not console.is_terminal,
         )
         self._task = self._progress.add_task(
-            recipe.name, total=recipe.steps, completed=begin, numbers=""
+            recipe.name, total=recipe.steps, completed=begin, numbers="", steps=0
         )
 
     def __enter__(self) -> "Bar":
@@ -80,9 +79,14 @@ class Bar:
         self._progress.stop()
 
     def show(
-        self, done: int, phase: int, nats: float | None = None, speed: float | None = None
+        self,
+        place: float,
+        phase: int,
+        done: int,
+        nats: float | None = None,
+        speed: float | None = None,
     ) -> None:
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"steps": done}
         if nats is not None and speed is not None:
             where = f"phase {phase + 1}/{self._phases}  " if self._phases > 1 else ""
             numbers = (
@@ -91,7 +95,7 @@ class Bar:
             fields["numbers"] = numbers
             if self._shown and not self._console.is_terminal:
                 self._console.print(f"step {done}  {numbers}", highlight=False)
-        self._progress.update(self._task, completed=done, **fields)
+        self._progress.update(self._task, completed=place, **fields)
 
     def say(self, text: str) -> None:
         if self._shown:
