@@ -142,7 +142,10 @@ def evaluate(
 
 @commands.command()
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one with a model.")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A run's folder, or one with a model; the packaged one by default."),
+    ] = None,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Bytes to write at most.")] = 500,
     temperature: Annotated[
@@ -159,13 +162,19 @@ def generate(
     from transformers.utils import logging
 
     from longspan.models.sampling import Sampler
+    from longspan.tasks.package import packaged_model
     from longspan.tasks.runs import load_model, open_run
     from longspan.tasks.writing import write
 
     logging.disable_progress_bar()
     _check_choice("--checkpoint", checkpoint, ["best", "last"])
     try:
-        folder = run if (run / "config.json").exists() else open_run(run, checkpoint).checkpoint
+        if run is None:
+            folder = packaged_model()
+        elif (run / "config.json").exists():
+            folder = run
+        else:
+            folder = open_run(run, checkpoint).checkpoint
         model = load_model(folder)
         sampler = Sampler(temperature, top_k, top_p, seed)
         typer.echo(prompt, nl=False)
@@ -176,6 +185,36 @@ def generate(
     except KeyboardInterrupt:
         pass
     typer.echo()
+
+
+@commands.command()
+def package(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A folder; by default the place where `longspan generate` looks."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="The text, if it has moved.")] = None,
+) -> None:
+    """Make a run's best checkpoint small enough to be carried along, with a card.
+
+    Weights are written in bfloat16, and at most 12 MB of them. The card says how the model was
+    made and what it scores, measured of the weights that were written.
+    """
+    from transformers.utils import logging
+
+    from longspan.tasks.package import PLACE, package_run
+
+    logging.disable_progress_bar()
+    console = console_for_logs()
+    folder = output or PLACE
+    try:
+        with console.status("measuring what is written ..."):
+            card = package_run(run, folder, data)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console.print(card, markup=False, highlight=False)
+    console.print(f"wrote {folder}", soft_wrap=True, highlight=False)
 
 
 def console_for_logs() -> Console:

@@ -84,6 +84,17 @@ def _colours(found: dict[str, Any]) -> dict[str, str]:
     return {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
 
 
+def _labels(found: dict[str, Any]) -> dict[str, str]:
+    """Names without the words that all of them begin with."""
+    words = [run["name"].split("-") for run in found["runs"]]
+    shared = 0
+    while all(len(own) > shared + 1 and own[shared] == words[0][shared] for own in words[1:]):
+        if len(words[0]) == shared + 1 or len(words) == 1:
+            break
+        shared += 1
+    return {"-".join(own): "-".join(own[shared:]) for own in words}
+
+
 def _curves(found: dict[str, Any]) -> Figure:
     """Bits per character while training: valid as a line, train as a shadow of it."""
     figure = Figure(figsize=(12.6, 3.9))
@@ -93,7 +104,7 @@ def _curves(found: dict[str, Any]) -> Figure:
         ("characters", "million characters read", 1e6),
         ("step", "steps", 1.0),
     )
-    colours, ends = _colours(found), []
+    colours, labels, ends = _colours(found), _labels(found), []
     for axes, (name, label, unit) in zip(panels, quantities, strict=True):
         its_ends = []
         for run in found["runs"]:
@@ -104,7 +115,7 @@ def _curves(found: dict[str, Any]) -> Figure:
             if valid:
                 line = [(e[name] / unit, e["bits_per_character"]) for e in valid]
                 end = drawing.plot_line(axes, line, [], colour)
-                its_ends.append(End(*end, run["name"], colour))
+                its_ends.append(End(*end, labels[run["name"]], colour))
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.42), ylim=_interesting(found))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
@@ -179,7 +190,7 @@ def _context(found: dict[str, Any]) -> Figure | None:
             va="center",
             color="#444444",
         )
-    panels[1].set_yticks(range(len(runs)), [run["name"] for run in runs])
+    panels[1].set_yticks(range(len(runs)), _labels(found).values())
     panels[1].invert_yaxis()
     panels[1].grid(visible=False, axis="y")
     panels[1].margins(x=0.14)
@@ -191,10 +202,10 @@ def _context(found: dict[str, Any]) -> Figure | None:
 
 def _lines(axes: Axes, found: dict[str, Any], lines: dict[str, Any]) -> list[End]:
     """One line per run against a number of bytes, to be labelled at its end."""
-    colours, ends = _colours(found), []
+    colours, labels, ends = _colours(found), _labels(found), []
     for name, points in lines.items():
         end = drawing.plot_line(axes, [tuple(point) for point in points], [], colours[name])
-        ends.append(End(*end, name, colours[name]))
+        ends.append(End(*end, labels[name], colours[name]))
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.45)

@@ -38,8 +38,8 @@ def open_run(folder: Path, which: str = "best") -> Run:
 
 
 def load_model(folder: Path) -> LongspanForCausalLM:
-    """The model of a folder, ready for use, on a GPU if there is one."""
-    model = LongspanForCausalLM.from_pretrained(folder).eval()
+    """The model of a folder, ready for use, on a GPU if there is one; always in float32."""
+    model = LongspanForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if torch.cuda.is_available():
         torch.nn.Module.cuda(model)
     return model

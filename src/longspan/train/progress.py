@@ -67,9 +67,8 @@ class Bar:
             console=console,
             disable=not shown or not console.is_terminal,
         )
-        self._task = self._progress.add_task(
-            recipe.name, total=recipe.steps, completed=begin, numbers="", steps=0
-        )
+        self._task = self._progress.add_task(recipe.name, total=recipe.steps, numbers="", steps=0)
+        self._progress.update(self._task, completed=begin)
 
     def __enter__(self) -> "Bar":
         self._progress.start()

@@ -151,9 +151,8 @@ class FlexWindow(CausalWindow):
         query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         place = torch.arange(hidden.shape[1], device=hidden.device, dtype=torch.float64)[None]
         query, key = rotate(query, key, position=place, base=self.base)
-        out: Any = flex_attention(
-            *(t.transpose(1, 2) for t in (query, key, value)), block_mask=self.mask
-        )
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        out: Any = flex_attention(query, key, value, block_mask=self.mask)
         return Attended(out.transpose(1, 2).flatten(2))
 
 
