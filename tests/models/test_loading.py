@@ -50,6 +50,20 @@ def test_weights_that_are_left_over(saved):
     assert list(info["unexpected_keys"]) == ["surplus"]
 
 
+def test_layers_that_are_left_over(saved):
+    """A config of fewer layers than the weights have would silently drop the last ones."""
+
+    def repeat(weights):
+        layer = "encoder.layers.1."
+        more = {k.replace(layer, "encoder.layers.2."): v for k, v in weights.items() if layer in k}
+        weights.update({k: v.clone() for k, v in more.items()})
+
+    rewrite(saved, repeat)
+    for load in (LongspanForMaskedLM, LongspanModel):
+        with pytest.raises(ValueError, match=r"weights of layers.*layers\.2\."):
+            load.from_pretrained(saved)
+
+
 def test_weights_of_another_size(saved):
     def shrink(weights):
         weights["encoder.layers.0.up.weight"] = weights["encoder.layers.0.up.weight"][:9].clone()

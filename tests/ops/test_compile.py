@@ -28,7 +28,7 @@ def build(name, capability, kind, **chosen):
     function = getattr(kernels, name)
     flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
              "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
-             "BULK": False, "BLOCK": 256, "PRECISION": "tf32x3"} | chosen
+             "BULK": False, "HEADS": 4, "PRECISION": "tf32x3"} | chosen
     signature, constants, hints = {}, {}, {}
     for place, argument in enumerate(function.arg_names):
         if argument in flags:

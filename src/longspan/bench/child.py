@@ -41,12 +41,7 @@ def _measure(build: Build, case: Case, kind: Pass, threads: int) -> float:
     # A small pass first: code paged in and thread pools started are no part of the growth.
     build(case.small(), device).ready(kind)()
     workload = build(case, device)
-    run = workload.ready(kind)
-    _give_back()
-    before = _resident("VmRSS")
-    run()
-    growth = max(0, _resident("VmHWM") - before)
-    return (growth + workload.resident) / _MIB
+    return growth(workload.ready(kind)) + workload.resident / _MIB
 
 
 def _give_back() -> None:

@@ -137,7 +137,7 @@ def summary(found: Findings) -> list[str]:
 
 def notes(found: Findings) -> list[str]:
     made = [
-        "Each was measured once or, if short, twice, in a process of its own with "
+        "Each is the best of up to four passes (long ones fewer), in a process of its own with "
         f"{found.threads} threads, in float32, on the document's first tokens"
         + (", which were repeated to make up the length." if found.repeated else "."),
         "The Longformer has the same weights and gives the same outputs; dense BERT has the "

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, LongformerConfig, PreTrained
 from longspan.hub.families import FAMILIES, HEADS, Family, modules
 from longspan.layers.position import tile_positions
 from longspan.models import LongspanConfig, LongspanPreTrainedModel
-from longspan.models.loading import load_weights, refuse_missing
+from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
 
 # The paper went from 512 positions to 4,096.
 _TIMES = 8
@@ -178,6 +178,7 @@ def load(source: str | Path) -> PreTrainedModel:
         model.pooler = None
         missing = {key for key in missing if not key.startswith("pooler.")}
     refuse_missing(source, name, missing)
+    refuse_surplus(source, name, info["unexpected_keys"])
     if info["unexpected_keys"]:
         left = sorted(info["unexpected_keys"])
         warnings.warn(f"{source}: {len(left)} weights are not used: {left[:8]}", stacklevel=3)

@@ -22,7 +22,7 @@ from longspan.models.inputs import (
     check_tokens,
     check_types,
 )
-from longspan.models.loading import load_weights, refuse_missing
+from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
 from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
 from longspan.ops.window import Visibility, visibility
@@ -121,7 +121,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
     ) -> Any:
         """As in transformers, but for safetensors alone, and whole: a head may be new, and is then
-        named in a warning, but an encoder that lacks weights is refused."""
+        named in a warning, but an encoder that lacks weights or has layers left over is refused."""
         source = pretrained_model_name_or_path
         if options.get("state_dict") is not None or source is None:
             return super().from_pretrained(source, *arguments, **options)
@@ -139,6 +139,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
                 if (cls is LongspanModel or name.startswith(prefix)) and "pooler." not in name
             ),
         )
+        refuse_surplus(source, cls.__name__, info["unexpected_keys"])
         return (model, info) if tell else model
 
     def initialize_weights(self) -> None:

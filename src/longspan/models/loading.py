@@ -1,5 +1,6 @@
 """Weights from a checkpoint: safetensors only, whole, and complete."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -34,4 +35,15 @@ def refuse_missing(source: str | Path, name: str, missing: Iterable[str]) -> Non
         raise ValueError(
             f"{source} calls itself {name}, but lacks {len(lost)} of its weights, among them "
             f"{lost[:4]}"
+        )
+
+
+def refuse_surplus(source: str | Path, name: str, unexpected: Iterable[str]) -> None:
+    """Raise if weights of whole layers are left over: the model would go on without them. Other
+    weights may be left over, one model's being another's head."""
+    over = sorted(key for key in unexpected if re.search(r"(^|\.)layers?\.\d+\.", key))
+    if over:
+        raise ValueError(
+            f"{source} holds {len(over)} weights of layers that its config.json does not describe "
+            f"and {name} has no place for, among them {over[:4]}"
         )

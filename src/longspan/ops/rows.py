@@ -113,7 +113,7 @@ def global_weights(
     and which rows see nothing [batch, g] (their weights mean nothing)."""
     batch, rows, heads, head_dim = query.shape
     tokens, dim = hidden.shape[1:]
-    query = query * (1.0 / math.sqrt(head_dim) if scale is None else scale)
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     key_weight = key_weight.to(query.dtype)
     if late:
         folded = torch.einsum("bghd,hdD->bghD", query, key_weight.view(heads, head_dim, dim))
@@ -122,11 +122,12 @@ def global_weights(
     else:
         keys = linear(hidden, key_weight).view(batch, tokens, heads, head_dim)
         scores = torch.einsum("bghd,bnhd->bghn", query, keys)
+    # In the same kernel as the softmax, if compiled; on the queries it would be one of its own.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     bias, blank = _visible(positions, tokens, seen, causal)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)[:, :, None, :]
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    return torch.softmax(scores, dim=-1, dtype=wide), blank
+    return torch.softmax(scores, dim=-1), blank
 
 
 def _visible(

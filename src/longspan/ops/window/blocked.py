@@ -359,8 +359,9 @@ def forward(
     chosen = None if pattern.global_rows else seen.is_global()
     if chosen is not None:
         # Somebody else fills these rows; an infinite log-sum-exp hides them from the backward pass.
-        out[chosen] = 0.0
-        lse.transpose(1, 2)[chosen] = torch.inf
+        row, token = chosen.nonzero(as_tuple=True)
+        out[row, token] = 0.0
+        lse[row, :, token] = torch.inf
     return out.to(dtype), lse
 
 

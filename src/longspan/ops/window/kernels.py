@@ -289,7 +289,7 @@ def forward(
         if BOUNDED:
             edge = edge | (holes != 0)
         if edge:
-            ok = within(mk[None, :], lo[:, None], hi[:, None])
+            ok = within(tl.arange(0, BN)[None, :], (lo - s)[:, None], (hi - s)[:, None])
             if BOUNDED:
                 visible = tl.load(STOP + batch * n + j, mask=mk < length, other=0) > 0
                 ok = ok & visible[None, :]
@@ -543,16 +543,20 @@ def backward_key(
 
 
 @triton.jit
-def put_rows(OUT, GIVEN, AT, n, slots, width, BLOCK: tl.constexpr):
+def put_rows(
+    OUT, GIVEN, AT, given_batch, given_slot, given_head, at_batch, at_slot, n, heads,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Row `slot` of GIVEN to token AT[slot] of OUT; a negative AT goes nowhere."""
     slot = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    at = tl.load(AT + batch * slots + slot)
+    at = tl.load(AT + batch * at_batch + slot * at_slot)
     if at >= 0:
-        for c in range(0, width, BLOCK):
-            column = c + tl.arange(0, BLOCK)
-            row = tl.load(GIVEN + (batch * slots + slot) * width + column, mask=column < width)
-            tl.store(OUT + (batch * n + at) * width + column, row, mask=column < width)
+        head = tl.arange(0, HEADS)
+        GIVEN += batch * given_batch + slot * given_slot
+        tile = load_rows(GIVEN, head, given_head, head < heads, HEAD_DIM, D)
+        OUT += (batch * n + at) * heads * HEAD_DIM
+        store_rows(OUT, head, HEAD_DIM, head < heads, tile, HEAD_DIM, D)
 
 
 @triton.jit

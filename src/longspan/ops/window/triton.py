@@ -186,9 +186,12 @@ def backward(
 def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> None:
     """Write rows [batch, g, heads, dim] into `out` at tokens [batch, g], none where it is < 0."""
     batch, slots = at.shape
-    width = out.shape[2] * out.shape[3]
-    rows, at = rows.to(out.dtype).contiguous(), at.contiguous()
-    kernels.put_rows[(slots, batch)](out, rows, at, out.shape[1], slots, width, BLOCK=1024)
+    heads, head_dim = out.shape[2:]
+    rows = _rows_dense(rows)
+    kernels.put_rows[(slots, batch)](
+        out, rows, at, *_strides(rows), at.stride(0), at.stride(1), out.shape[1], heads,
+        HEADS=triton.next_power_of_2(heads), HEAD_DIM=head_dim, D=_padded_dim(head_dim),
+    )  # fmt: skip
 
 
 def _rows_dense(tensor: Tensor) -> Tensor:
