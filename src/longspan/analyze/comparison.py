@@ -17,7 +17,7 @@ from torch import autocast
 
 from longspan import machine
 from longspan.analyze.recl import losses_of, recl
-from longspan.data.text import Bytes, split_documents
+from longspan.data.text import Bytes, Corpus, Source, split_documents
 from longspan.models.decoder import LongspanForCausalLM
 from longspan.tasks.bits import row_nats
 from longspan.tasks.charlm import CharLM, with_attention
@@ -72,11 +72,13 @@ def compare(
     if len(set(names)) < len(names):
         raise ValueError(f"runs are told apart by their folders' names, which repeat: {names}")
     found, losses, text = [], [], None
+    corpora: dict[Source, Corpus] = {}  # reading takes long
     for run in runs:
         say(f"measuring {run.folder.name} ...")
         if data is not None:
             run = run._replace(recipe=change(run.recipe, {"data.path": str(data)}))
-        task = CharLM(run.recipe)
+        task = CharLM(run.recipe, corpora.get(run.recipe.data))
+        corpora[run.recipe.data] = task.corpus
         if text is not None and not np.array_equal(text, task.corpus.valid):
             raise ValueError(f"{run.folder.name} was not trained on the text of {names[0]}")
         text = task.corpus.valid

@@ -93,7 +93,7 @@ def xl() -> Recipe:
         {"kind": "xl", "memory": 512},
         length=512,
         feed_forward=FEED_FORWARD - 256,  # the projection of relative positions
-        evaluation=Evaluation("streamed", length=512, batch=8, attention={"memory": 1024}),
+        evaluation=Evaluation("streamed", length=512, batch=16, attention={"memory": 1024}),
         compile="layers",
     )
 
@@ -115,7 +115,7 @@ def compressive() -> Recipe:
         },
         length=512,
         feed_forward=FEED_FORWARD - 768,
-        evaluation=Evaluation("streamed", length=512, batch=8),
+        evaluation=Evaluation("streamed", length=512, batch=16),
         compile="layers",
     )
 
@@ -133,7 +133,7 @@ def compressive_mean() -> Recipe:
         },
         length=512,
         feed_forward=FEED_FORWARD - 256,
-        evaluation=Evaluation("streamed", length=512, batch=8),
+        evaluation=Evaluation("streamed", length=512, batch=16),
         compile="layers",
     )
 
