@@ -7,8 +7,7 @@ import typer
 from rich.console import Console
 
 import longspan
-from longspan import cli_tasks
-from longspan.cli_train import commands
+from longspan import cli_study, cli_tasks, cli_train
 
 app = typer.Typer(
     name="longspan",
@@ -25,7 +24,8 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
-app.add_typer(commands)
+app.add_typer(cli_train.commands)
+app.add_typer(cli_study.commands)
 app.add_typer(cli_tasks.commands)
 
 
@@ -254,6 +254,34 @@ def models(
     [bold]longspan bench models --only longspan --only roberta[/] narrows the field.
     """
     _bench("models", quick, device, dtype, threads, lengths, only or [], output, fresh)
+
+
+@bench_app.command()
+def lm(
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
+    lengths: Annotated[
+        str | None, typer.Option(help="Only cases of these lengths, e.g. 8192,32768.")
+    ] = None,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
+) -> None:
+    """Characters per second and memory of a language model's training step.
+
+    One decoder of bytes, 12 layers of 512 and 40M parameters on a GPU, with our windows, with the
+    same windows by FlexAttention, and with dense attention. A step is all that the training loop
+    does: forward, backward, clipping, Muon and AdamW; bfloat16 on weights in float32, compiled.
+
+    Writes [bold]lm-<device>.json[/] after every point, so an interrupted run goes on where
+    it stopped when started again the same way, then prints tables and draws figures from it.
+
+    [bold]longspan bench lm --quick[/] tries it on a small model in a minute;
+    [bold]longspan bench lm --only longspan --lengths 8192[/] is the shortest look at a GPU.
+    """
+    _bench("lm", quick, device, dtype, threads, lengths, only or [], output, fresh)
 
 
 def _bench(

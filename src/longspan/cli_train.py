@@ -1,16 +1,12 @@
 """The commands of language models: recipes, train, eval, generate."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from longspan import cli_tasks
-
-if TYPE_CHECKING:
-    from longspan.models import LongspanForCausalLM
-    from longspan.train.recipe import Recipe
 
 commands = typer.Typer()
 
@@ -25,7 +21,7 @@ def recipes() -> None:
     table = Table("recipe", "what it is", box=None, pad_edge=False)
     for name in (*RECIPES, *FINETUNING):
         table.add_row(name, summary(name))
-    _console().print(table)
+    console_for_logs().print(table)
 
 
 @commands.command()
@@ -78,7 +74,7 @@ def train(
 
     logging.disable_progress_bar()
     main = environ.get("RANK", "0") == "0"  # of several processes, one speaks
-    console = _console() if main else Console(quiet=True)
+    console = console_for_logs() if main else Console(quiet=True)
     run = output or Path("runs") / recipe
     try:
         settings = parse(setting or [])
@@ -109,9 +105,10 @@ def train(
         task = CharLM(chosen)
         with device("meta"):
             size = task.build().num_parameters()
+        extent = f"{chosen.minutes:g} minutes" if chosen.minutes else f"{chosen.steps:,} steps"
         console.print(
             f"{chosen.name}: {size / 1e6:.1f}M parameters, {len(task.corpus.train):,} bytes to "
-            f"train on, {chosen.steps:,} steps, into {run}",
+            f"train on, {extent}, into {run}",
             soft_wrap=True,
             highlight=False,
         )
@@ -140,21 +137,25 @@ def evaluate(
 ) -> None:
     """Bits per character of a run, measured as its recipe says, with much before every byte."""
     from torch import autocast, bfloat16
+    from transformers.utils import logging
 
     from longspan.tasks.bits import by_document
     from longspan.tasks.charlm import CharLM
+    from longspan.tasks.runs import load_model, open_run
     from longspan.train.recipe import change, parse
 
+    logging.disable_progress_bar()
     _check_choice("--split", split, ["valid", "test", "train"])
-    console = _console()
+    _check_choice("--checkpoint", checkpoint, ["best", "last"])
+    console = console_for_logs()
     try:
-        recipe, folder = _find_run(run, checkpoint)
+        _, recipe, folder = open_run(run, checkpoint)
         settings = parse(setting or [])
         if data is not None:
             settings["data.path"] = str(data)
         recipe = change(recipe, settings)
         task = CharLM(recipe)
-        model = _load_model(folder)
+        model = load_model(folder)
         half = autocast(model.device.type, bfloat16, enabled=recipe.precision == "bf16")
         with console.status(f"reading {split} ..."), half:
             if documents:
@@ -175,7 +176,10 @@ def evaluate(
 
 @commands.command()
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one with a model.")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A run's folder, or one with a model; the packaged one by default."),
+    ] = None,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Bytes to write at most.")] = 500,
     temperature: Annotated[
@@ -189,12 +193,23 @@ def generate(
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Write on from a prompt; the text appears as it is made."""
+    from transformers.utils import logging
+
     from longspan.models.sampling import Sampler
+    from longspan.tasks.package import packaged_model
+    from longspan.tasks.runs import load_model, open_run
     from longspan.tasks.writing import write
 
+    logging.disable_progress_bar()
+    _check_choice("--checkpoint", checkpoint, ["best", "last"])
     try:
-        folder = run if (run / "config.json").exists() else _find_run(run, checkpoint)[1]
-        model = _load_model(folder)
+        if run is None:
+            folder = packaged_model()
+        elif (run / "config.json").exists():
+            folder = run
+        else:
+            folder = open_run(run, checkpoint).checkpoint
+        model = load_model(folder)
         sampler = Sampler(temperature, top_k, top_p, seed)
         typer.echo(prompt, nl=False)
         for piece in write(model, prompt, tokens, sampler):
@@ -206,36 +221,37 @@ def generate(
     typer.echo()
 
 
-def _find_run(run: Path, which: str) -> "tuple[Recipe, Path]":
-    """A run's recipe, and the folder of its last or best checkpoint."""
-    from json import loads
+@commands.command()
+def package(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A folder; by default the place where `longspan generate` looks."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="The text, if it has moved.")] = None,
+) -> None:
+    """Make a run's best checkpoint small enough to be carried along, with a card.
 
-    from longspan.train.checkpoint import find
-    from longspan.train.recipe import from_dict
-
-    _check_choice("--checkpoint", which, ["best", "last"])
-    if not (run / "recipe.json").exists():
-        raise ValueError(f"{run} holds no run: there is no recipe.json; `longspan train` makes one")
-    folder = find(run, which)
-    if folder is None:
-        raise ValueError(f"{run} has no checkpoint yet")
-    return from_dict(loads((run / "recipe.json").read_text(encoding="utf8"))), folder
-
-
-def _load_model(folder: Path) -> "LongspanForCausalLM":
-    import torch
+    Weights are written in bfloat16, and at most 12 MB of them. The card says how the model was
+    made and what it scores, measured of the weights that were written.
+    """
     from transformers.utils import logging
 
-    from longspan.models import LongspanForCausalLM
+    from longspan.tasks.package import PLACE, package_run
 
     logging.disable_progress_bar()
-    model = LongspanForCausalLM.from_pretrained(folder).eval()
-    if torch.cuda.is_available():
-        torch.nn.Module.cuda(model)
-    return model
+    console = console_for_logs()
+    folder = output or PLACE
+    try:
+        with console.status("measuring what is written ..."):
+            card = package_run(run, folder, data)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console.print(card, markup=False, highlight=False)
+    console.print(f"wrote {folder}", soft_wrap=True, highlight=False)
 
 
-def _console() -> Console:
+def console_for_logs() -> Console:
     """The terminal; or, for logs and files, a page wide enough for the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=120)

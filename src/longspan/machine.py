@@ -1,9 +1,11 @@
 """What longspan runs on and with: versions, devices, the source itself. Never a host name."""
 
+import contextlib
 import hashlib
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -82,3 +84,27 @@ def describe(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return f"1x {torch.cuda.get_device_name(device)}"
     return f"{cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the peak of memory so far, where that can be had."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mib(device: torch.device) -> float:
+    """The most memory in use since `reset_peak`: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):
+        import resource  # not there on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 1024)

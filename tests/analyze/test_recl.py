@@ -19,6 +19,24 @@ def test_a_constant_model_needs_no_more_than_it_has():
     assert recl([until(0)], **OPTIONS) == [100]
 
 
+def test_a_model_that_ignores_its_context_needs_none():
+    """A real one, whose every prediction is the same; beside it one that is better nowhere."""
+    config = LongspanDecoderConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        attention={"kind": "xl", "memory": 8},
+    )
+    model = LongspanForCausalLM(config).eval()
+    torch.nn.init.zeros_(model.embeddings.weight)  # the output's too: all bytes are as likely
+    text = np.random.default_rng(0).integers(0, 256, 60).astype(np.uint8)
+    own = losses_of(model, text, count=10, segment=4)
+    assert own(5) == pytest.approx(np.full(10, np.log(256)))
+    options = {"start": 5, "step": 5, "longest": 40}
+    assert recl([own, lambda context: own(context) + 1.0 / context], **options) == [5, 5]
+
+
 def test_it_ends_where_the_gain_does():
     assert recl([until(400)], **OPTIONS) == [400]
     assert recl([until(5000)], **OPTIONS) == [1000]

@@ -167,6 +167,29 @@ def test_xl_without_memory_is_segments_apart():
     torch.testing.assert_close(in_pieces(made, given, 6)[0], apart)
 
 
+@pytest.mark.parametrize("kind", ["xl", "compressive", "most-used"])
+@pytest.mark.parametrize("switch", [False, True])
+def test_keys_that_are_remembered_are_those_projected_anew(kind, switch):
+    """Outside training a memory brings its keys along; either kind is taken from the other."""
+    setting = SETTINGS["xl" if kind == "xl" else "compressive"]
+    if kind == "most-used":
+        setting = {**setting, "compression": "most-used"}
+    made, given = layer(setting), hidden().detach()
+    states: list[Any] = []
+    outs = []
+    for training in (False, True):
+        state, out = None, []
+        for number, piece in enumerate(given.split(4, 1)):
+            made.train(training != (switch and number % 2 == 1))
+            done = made(piece, 4 * number, state, keep_state=True)
+            state = done.state
+            out.append(done.out)
+            states.append((made.training, state if kind == "xl" else state.recent))
+        outs.append(torch.cat(out, 1))
+    torch.testing.assert_close(*outs)
+    assert all(memory.shape[2] == (DIM if training else 3 * DIM) for training, memory in states)
+
+
 def compressive(**changes):
     options = {"memory": 6, "compressed": 4, "rate": 2, "compression": "mean"} | changes
     return layer({"kind": "compressive", **options})

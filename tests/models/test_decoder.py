@@ -238,3 +238,44 @@ def test_wrong_input_is_named():
         made(torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="not both"):
         made(ids(), labels=ids(), targets=ids())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"left": 8, "dilation": [1, 2]},
+        {"left": 8, "dilation": [1, 2], "position": "relative"},
+        {"kind": "full", "norm_keys": True},
+        {"kind": "xl", "memory": 12},
+        {"kind": "compressive", "memory": 8, "compressed": 4, "rate": 2},
+    ],
+    ids=["window", "relative", "full", "xl", "compressive"],
+)
+def test_one_batch_is_learned_by_heart(setting):
+    """Two segments of random bytes; only what the first is preceded by cannot be known."""
+    torch.manual_seed(0)
+    config = LongspanDecoderConfig(
+        vocab_size=32,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=96,
+        norm="rms",
+        attention=setting,
+    )
+    model = LongspanForCausalLM(config).train()
+    ids = torch.randint(32, (4, 25))
+    segments = [(ids[:, :12], ids[:, 1:13]), (ids[:, 12:24], ids[:, 13:])]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    nats = torch.tensor(torch.inf)
+    for _ in range(120):
+        state, found = None, []
+        for inputs, targets in segments:
+            done = model(inputs, targets=targets, state=state, keep_state=True)
+            done.loss.backward()
+            state = done.state
+            found.append(done.loss.detach() - (done.auxiliary_loss or 0.0))
+        nats = torch.stack(found).mean()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert nats < 0.05

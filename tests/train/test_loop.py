@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -196,6 +197,50 @@ def test_samples_and_metrics_are_written(tmp_path):
     assert entry["bits_per_character"] == pytest.approx(entry["loss"] / np.log(2))
     assert entry["tokens_per_second"] > 0
     assert entry["gradient_norm"] > 0
+
+
+class Board:
+    """Stands in for TensorBoard's writer."""
+
+    def __init__(self, folder, purge_step):
+        self.folder, self.purge_step = folder, purge_step
+        self.scalars, self.texts, self.closed = [], [], False
+        BOARDS.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, float(value), step))
+
+    def add_text(self, name, text, step):
+        self.texts.append((name, text, step))
+
+    def close(self):
+        self.closed = True
+
+
+BOARDS: list[Board] = []
+
+
+def test_tensorboard_gets_what_is_written(tmp_path, monkeypatch):
+    writer = ModuleType("writer")
+    monkeypatch.setattr(writer, "SummaryWriter", Board, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", writer)
+    go(recipe("window", steps=1, sample_every=2), tmp_path / "run")
+    board = BOARDS.pop()
+    assert board.folder == str(tmp_path / "run" / "tensorboard")
+    assert board.purge_step == 1
+    assert board.closed
+    shown = {(name, step): value for name, value, step in board.scalars}
+    for step, loss in losses(tmp_path / "run").items():
+        assert shown["train/loss", step] == loss
+    assert ("valid/bits_per_character", 5) in shown
+    assert [step for _, _, step in board.texts] == [2, 4]
+
+
+def test_the_real_tensorboard_writes_a_file(tmp_path):
+    pytest.importorskip("tensorboard")
+    go(recipe("window", steps=1), tmp_path / "run")
+    assert [*(tmp_path / "run" / "tensorboard").glob("events.*")]
 
 
 def test_only_the_last_and_the_best_checkpoint_are_kept(tmp_path):

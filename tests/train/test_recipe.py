@@ -24,7 +24,7 @@ def test_values_are_replaced():
             "model.hidden_size=64",
             "optimizer.kind=muon",
             "optimizer.clip=1",
-            "compile=true",
+            "compile=model",
             "data.path=/some/where",
             "phases.0.windows=[1,2]",
         ]
@@ -35,7 +35,7 @@ def test_values_are_replaced():
     assert changed.phases[2] == RECIPE.phases[2]
     assert changed.model["hidden_size"] == 64
     assert (changed.optimizer.kind, changed.optimizer.clip) == ("muon", 1.0)
-    assert changed.compile is True
+    assert changed.compile == "model"
     assert changed.data.path == "/some/where"
     assert RECIPE.phases[1].steps == 50_000
 
@@ -50,7 +50,8 @@ def test_values_are_replaced():
         ("phases.0.steps=1.5", "phases.0.steps=1.5: expected int"),
         ("optimizer.kind=sgd", "choose from adamw, muon"),
         ("optimizer.betas=[0.9]", "expected 2 values"),
-        ("compile=1", "compile=1: expected bool"),
+        ("checkpointing=1", "checkpointing=1: expected bool"),
+        ("compile=yes", "compile='yes': choose from no, model, layers"),
         ("seed=true", "seed=True: expected int"),
         ("name.first=x", "has no parts"),
         ("phases=3", "phases=3: expected a list"),

@@ -19,8 +19,15 @@ from longspan.tasks.bits import sliding_nats
 Losses = Callable[[int], np.ndarray]
 
 
-def losses_of(model: LongspanForCausalLM, text: Bytes, count: int, batch: int = 64) -> Losses:
-    """Of the last `count` bytes of a text."""
+def losses_of(
+    model: LongspanForCausalLM,
+    text: Bytes,
+    count: int,
+    batch: int = 64,
+    segment: int | None = None,
+) -> Losses:
+    """Of the last `count` bytes of a text; contexts are read at once, or, for models with
+    memories, in segments."""
 
     def losses(context: int) -> np.ndarray:
         if len(text) < count + context:
@@ -29,9 +36,8 @@ def losses_of(model: LongspanForCausalLM, text: Bytes, count: int, batch: int = 
                 f"{len(text)}"
             )
         part = text[len(text) - count - context :]
-        return (
-            sliding_nats(model, part, length=context, stride=1, batch=batch)[-count:].cpu().numpy()
-        )
+        nats = sliding_nats(model, part, length=context, stride=1, batch=batch, segment=segment)
+        return nats[-count:].cpu().numpy()
 
     return losses
 

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
 
 from longspan.bench.benchmark import PASSES
 from longspan.bench.labels import End
@@ -111,6 +111,14 @@ def memory_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: memory(y)))
 
 
+def memory_from_zero(axes: Axes) -> None:
+    """MiB from zero, so that lengths can be compared, in steps of a power of two."""
+    high = axes.get_ylim()[1]
+    axes.set_ylim(0, high)
+    axes.yaxis.set_major_locator(MultipleLocator(2.0 ** round(math.log2(high / 4))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: memory(y) if y else "0"))
+
+
 def extrapolate(line: Sequence[tuple[float, float]], x: float) -> float:
     """Where the straight log-log continuation of the last two points meets `x`."""
     if len(line) < 2:
@@ -136,6 +144,12 @@ def count(n: float) -> str:
     if n >= 2**20 and n % 2**20 == 0:
         return f"{n // 2**20}M"
     return f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def amount(y: float) -> str:
+    if y >= 1e6:
+        return f"{y / 1e6:g}M"
+    return f"{y / 1e3:g}k" if y >= 1e3 else f"{y:g}"
 
 
 def duration(ms: float) -> str:

@@ -14,7 +14,7 @@ LOSSES = ("attention", "autoencoding", "none")
 
 
 class Memories(NamedTuple):
-    """Layer inputs, oldest first: [batch, tokens, dim]."""
+    """What Transformer-XL's layer remembers, oldest first: [batch, tokens, dim or 3 * dim]."""
 
     compressed: Tensor
     recent: Tensor
@@ -111,20 +111,22 @@ class CompressiveAttention(XLAttention):
         keep_state: bool = False,
     ) -> Attended:
         if state is None:
-            none = hidden[:, :0].detach()
+            none = self.remember(hidden[:, :0])
             counts = self.compressor.kind == "most-used"
             state = Memories(none, none, none[..., 0].float() if counts else None)
+        compressed, recent, usage = state
+        state = Memories(self.fit(compressed), self.fit(recent), usage)
         seen = torch.cat((state.compressed, state.recent), 1)
-        out = self.attend(hidden, seen, None)
+        out, new = self.attend(hidden, seen, None)
         if not keep_state:
             return Attended(out)
-        recent = torch.cat((state.recent, hidden.detach()), 1)
+        recent = torch.cat((state.recent, new), 1)
         usage = None
         if state.usage is not None:
             usage = self._usage(hidden, seen)[:, state.compressed.shape[1] :]
             usage[:, : state.usage.shape[1]] += state.usage
         leaving = max(0, recent.shape[1] - self.memory) // self.rate * self.rate
-        old, recent = recent[:, :leaving], recent[:, leaving:].clone()
+        old, recent = recent[:, :leaving, : self.dim], recent[:, leaving:].clone()
         if usage is not None:
             old_usage, usage = usage[:, :leaving], usage[:, leaving:].clone()
         else:
@@ -136,10 +138,10 @@ class CompressiveAttention(XLAttention):
                 own = [*self.compressor.parameters(), *(self.expand or nn.Identity()).parameters()]
                 loss = sum((p.sum() for p in own), out.new_zeros(())) * 0.0
             return Attended(out, Memories(state.compressed, recent, usage), loss)
-        new = self.compressor(old, old_usage)
-        compressed = torch.cat((state.compressed, new.detach()), 1)
+        coarse = self.compressor(old, old_usage)
+        compressed = torch.cat((state.compressed, self.remember(coarse.detach())), 1)
         compressed = compressed[:, max(0, compressed.shape[1] - self.compressed) :].clone()
-        loss = self._loss(hidden, old, new) if self.training else None
+        loss = self._loss(hidden, old, coarse) if self.training else None
         return Attended(out, Memories(compressed, recent, usage), loss)
 
     def _loss(self, hidden: Tensor, old: Tensor, new: Tensor) -> Tensor | None:
@@ -163,9 +165,9 @@ class CompressiveAttention(XLAttention):
     @torch.no_grad()
     def _usage(self, hidden: Tensor, seen: Tensor) -> Tensor:
         """[batch, seen + tokens]: the attention each received, by content, over all heads."""
-        both = torch.cat((seen, hidden), 1)
-        query = self.project(hidden)[0].transpose(1, 2)
-        key = self.project(both)[1].transpose(1, 2)
+        query, key, _ = self.project(hidden)
+        old_key, _ = self.key_value(seen, hidden.dtype)
+        query, key = query.transpose(1, 2), torch.cat((old_key, key), 1).transpose(1, 2)
         scores = (query @ key.mT).float() * query.shape[-1] ** -0.5
         future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(seen.shape[1] + 1)
         return scores.masked_fill(future, -torch.inf).softmax(-1).sum((1, 2))

@@ -38,11 +38,10 @@ def rotate(*states: Tensor, position: Tensor, base: float) -> tuple[Tensor, ...]
     Positions in float64 keep angles exact far into a text, where float32 blurs neighbours.
     """
     head_dim = states[0].shape[-1]
-    wide = torch.float64 if position.dtype == torch.float64 else torch.float32
-    step = torch.arange(0, head_dim, 2, device=position.device, dtype=wide)
-    rate = 1.0 / base ** (step / head_dim)
-    angle = (position.to(wide)[..., None] * rate)[:, :, None, :]
-    cos, sin = angle.cos(), angle.sin()
+    # Inside a graph the table is an operator of its own. The compiler would compute it anew, with
+    # powers, sines and cosines in float64, for every element that is turned.
+    table = _turns if torch.compiler.is_compiling() else turns
+    cos, sin = table(position, head_dim, base)
     turned = []
     for one in states:
         left, right = one.to(torch.promote_types(one.dtype, torch.float32)).chunk(2, dim=-1)
@@ -50,3 +49,25 @@ def rotate(*states: Tensor, position: Tensor, base: float) -> tuple[Tensor, ...]
         both = torch.cat((left * c - right * s, right * c + left * s), dim=-1)
         turned.append(both.to(one.dtype))
     return tuple(turned)
+
+
+def turns(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [batch, tokens, 1, head_dim / 2] of the angles at each position."""
+    wide = torch.float64 if position.dtype == torch.float64 else torch.float32
+    step = torch.arange(0, head_dim, 2, device=position.device, dtype=wide)
+    rate = 1.0 / base ** (step / head_dim)
+    angle = (position.to(wide)[..., None] * rate)[:, :, None, :]
+    return angle.cos(), angle.sin()
+
+
+@torch.library.custom_op("longspan::turns", mutates_args=())
+def _turns(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    return turns(position, head_dim, base)
+
+
+@_turns.register_fake
+def _(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if position.dtype == torch.float64 else torch.float32
+    shape = (*position.shape, 1, (head_dim + 1) // 2)
+    made = position.new_empty(shape, dtype=wide)
+    return made, torch.empty_like(made)

@@ -13,8 +13,11 @@ from longspan.ops.relative import banded_attention
 class XLAttention(CausalAttention):
     """A segment attends to itself and to the layer's inputs of the `memory` tokens before it.
 
-    The state is these inputs [batch, up to memory, dim]; no gradient flows into it. The two
-    biases of the relative positions are the layer's own, not shared with other layers.
+    The state is a memory [batch, up to memory, dim or 3 * dim]: these inputs and, outside
+    training, their keys and values behind them, so that nothing is projected twice. While
+    training, weights change between segments, so that memories are projected anew. No gradient
+    flows into it. The two biases of the relative positions are the layer's own, not shared with
+    other layers.
 
     Args:
         memory: tokens kept.
@@ -43,17 +46,22 @@ class XLAttention(CausalAttention):
     def forward(
         self, hidden: Tensor, first: int = 0, state: Any = None, keep_state: bool = False
     ) -> Attended:
+        state = None if state is None else self.fit(state)
         left = self.memory - 1 if self.same_length else None
-        out = self.attend(hidden, state, left)
-        return Attended(out, self.remember(state, hidden) if keep_state else None)
+        out, new = self.attend(hidden, state, left)
+        if not keep_state:
+            return Attended(out)
+        known = new if state is None else torch.cat((state, new), 1)
+        return Attended(out, known[:, max(0, known.shape[1] - self.memory) :].clone())
 
-    def attend(self, hidden: Tensor, memory: Tensor | None, left: int | None) -> Tensor:
-        """[batch, tokens, dim]: from the tokens, and the memory before them."""
+    def attend(
+        self, hidden: Tensor, memory: Tensor | None, left: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """[batch, tokens, dim] from the tokens and the memory before them, and a memory of them."""
         query, key, value = self.project(hidden)
+        new = self._memory_of(hidden, key, value)
         if memory is not None and memory.shape[1] > 0:
-            weight, bias = self.key_value()
-            old = linear(memory.to(hidden.dtype), weight, bias).unflatten(-1, (2, self.heads, -1))
-            old_key, old_value = old.unbind(2)
+            old_key, old_value = self.key_value(memory, hidden.dtype)
             key, value = torch.cat((old_key, key), 1), torch.cat((old_value, value), 1)
         out = banded_attention(
             query,
@@ -63,14 +71,31 @@ class XLAttention(CausalAttention):
             relative=self.relative(key.shape[1]),
             dropout_p=self.dropout_p,
         )
-        return out.flatten(2)
+        return out.flatten(2), new
 
-    def key_value(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of keys and values alone: a memory asks no questions."""
-        bias = self.qkv.bias
-        return self.qkv.weight[self.dim :], None if bias is None else bias[self.dim :]
+    def key_value(self, memory: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, tokens, heads, head_dim] of a memory: it asks no questions."""
+        memory = memory.to(dtype)
+        if memory.shape[2] > self.dim:
+            both = memory[..., self.dim :]
+        else:
+            bias = None if self.qkv.bias is None else self.qkv.bias[self.dim :]
+            both = linear(memory, self.qkv.weight[self.dim :], bias)
+        key, value = both.unflatten(-1, (2, self.heads, -1)).unbind(2)
+        return key, value
 
-    def remember(self, memory: Tensor | None, hidden: Tensor) -> Tensor:
-        """The last inputs, old ones included."""
-        known = hidden.detach() if memory is None else torch.cat((memory, hidden.detach()), 1)
-        return known[:, max(0, known.shape[1] - self.memory) :].clone()
+    def fit(self, memory: Tensor) -> Tensor:
+        """A memory as training, or all else, wants it, whichever made it."""
+        if self.training:
+            return memory[..., : self.dim]
+        return self.remember(memory) if memory.shape[2] == self.dim else memory
+
+    def remember(self, inputs: Tensor) -> Tensor:
+        """A memory of some inputs [batch, tokens, dim]."""
+        return self._memory_of(inputs, *self.key_value(inputs, inputs.dtype))
+
+    def _memory_of(self, inputs: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.training:
+            return inputs.detach()
+        together = (inputs.to(key.dtype), key.flatten(2), value.flatten(2))
+        return torch.cat(together, 2).detach()

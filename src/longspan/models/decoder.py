@@ -25,7 +25,7 @@ IGNORED = -100  # a label that is not to be predicted
 class DecoderState(NamedTuple):
     """What a decoder knows of the tokens it has read."""
 
-    tokens: int  # how many
+    tokens: int | Tensor  # how many
     layers: tuple[Any, ...]  # each layer's own state
 
 

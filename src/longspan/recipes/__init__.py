@@ -2,13 +2,24 @@
 
 from collections.abc import Callable
 
-from longspan.recipes import ablations, books, enwik8, finetuning, memory, tiny
+from longspan.recipes import ablations, books, enwik8, finetuning, memory, rivals, tiny
 from longspan.train.finetuning import Finetuning
 from longspan.train.recipe import Recipe, unknown
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tiny": tiny.tiny,
     "books": books.books,
+    "books-small": books.books_small,
+    "rival-longformer": rivals.longformer,
+    "rival-staged": rivals.staged,
+    "rival-xl": rivals.xl,
+    "rival-compressive": rivals.compressive,
+    "rival-compressive-mean": rivals.compressive_mean,
+    "rival-dense": rivals.dense,
+    "small-increasing": ablations.small_increasing,
+    "small-decreasing": ablations.small_decreasing,
+    "small-fixed": ablations.small_fixed,
+    "small-dilation": ablations.small_dilation,
     "enwik8-small": enwik8.enwik8_small,
     "enwik8-large": enwik8.enwik8_large,
     "text8-small": enwik8.text8_small,
@@ -21,6 +32,11 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "ablation-decreasing": ablations.decreasing,
     "ablation-fixed": ablations.fixed,
     "ablation-dilation": ablations.dilation,
+}
+# Recipes to be compared with one another, by what the comparison is about.
+STUDIES: dict[str, tuple[str, ...]] = {
+    "rivals": tuple(name for name in RECIPES if name.startswith("rival-")),
+    "windows": tuple(name for name in RECIPES if name.startswith("small-")),
 }
 
 
@@ -40,6 +56,13 @@ def find(name: str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(unknown(f"recipe {name}", name, {**RECIPES, **FINETUNING}))
     return RECIPES[name]()
+
+
+def find_study(name: str) -> list[Recipe]:
+    """The recipes of a study, or an error with the nearest name there is."""
+    if name not in STUDIES:
+        raise ValueError(unknown(f"study {name}", name, STUDIES))
+    return [find(own) for own in STUDIES[name]]
 
 
 def summary(name: str) -> str:

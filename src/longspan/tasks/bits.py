@@ -15,12 +15,19 @@ from longspan.models.decoder import LongspanForCausalLM
 
 @torch.no_grad()
 def sliding_nats(
-    model: LongspanForCausalLM, text: Bytes, *, length: int, stride: int, batch: int
+    model: LongspanForCausalLM,
+    text: Bytes,
+    *,
+    length: int,
+    stride: int,
+    batch: int,
+    segment: int | None = None,
 ) -> Tensor:
     """[len(text) - 1] nats of every byte but the first, each with much before it.
 
     Windows of `length` bytes move on by `stride`, and each scores the bytes that no window before
-    it has scored: the first all of its own, the others the last `stride`.
+    it has scored: the first all of its own, the others the last `stride`. A window is read at
+    once, or in segments that state connects.
     """
     if not 1 <= stride <= length:
         raise ValueError(f"stride={stride} must be from 1 to length={length}")
@@ -31,8 +38,8 @@ def sliding_nats(
     found = []
     for first in range(0, len(ends), batch):
         own = ends[first : first + batch]
-        rows = _tensor(np.stack([text[end - length : end + 1] for end in own]), model)
-        nats = _nats(model(rows[:, :-1]).logits, rows[:, 1:])
+        rows = np.stack([text[end - length : end + 1] for end in own])
+        nats = row_nats(model, rows, segment)
         found += [nats[row, length - n :] for row, n in enumerate(scored[first : first + batch])]
     return torch.cat(found)
 
@@ -56,6 +63,16 @@ def streamed_nats(
     state = pytree.tree_map_only(Tensor, lambda tensor: tensor[-1:], state)
     rest, _ = _read(model, text[None, span * batch :], length, state)
     return torch.cat((nats.flatten(), rest.flatten()))
+
+
+@torch.no_grad()
+def row_nats(model: LongspanForCausalLM, rows: np.ndarray, segment: int | None = None) -> Tensor:
+    """Nats [rows, n] of all but the first byte of rows [rows, n + 1], each with nothing before
+    its row; read at once, or in segments that state connects."""
+    if segment is not None:
+        return _read(model, rows, segment, None)[0]
+    read = _tensor(rows, model)
+    return _nats(model(read[:, :-1]).logits, read[:, 1:])
 
 
 def by_document(

@@ -60,6 +60,9 @@ class CharLM:
         return {"input_ids": taken[:, :-1], "targets": taken[:, 1:]}, segments.begins_anew(step)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], state: Any) -> Loss:
+        if state is not None:
+            # As a number it would be compiled for, anew in every step.
+            state = state._replace(tokens=torch.as_tensor(state.tokens))
         done = model(**batch, state=state, keep_state=self.recurrent)
         nats = done.loss.detach()
         if done.auxiliary_loss is not None:
@@ -96,11 +99,9 @@ class CharLM:
 
     def unpack(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> DecoderState:
         """A state has the form of any other of its model, so a call says what it is."""
-        training = model.training
         with torch.no_grad():
             one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            like = model.eval()(one, keep_state=True).state
-        model.train(training)
+            like = model(one, keep_state=True).state
         leaves, form = pytree.tree_flatten(like)
         known: list[Any] = [tensors.get(str(place)) for place in range(len(leaves))]
         # Numbers were written as tensors.
@@ -159,6 +160,8 @@ def _check(recipe: Recipe) -> None:
     for name in ("accumulate", "log_every"):
         if getattr(recipe, name) < 1:
             raise ValueError(f"{name}={getattr(recipe, name)} must be at least 1")
+    if not (recipe.minutes >= 0 and math.isfinite(recipe.minutes)):
+        raise ValueError(f"minutes={recipe.minutes} must not be negative; 0 = by steps")
     if recipe.seed < 0:
         raise ValueError(f"seed={recipe.seed} must not be negative")
     if not recipe.phases:

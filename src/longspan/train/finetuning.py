@@ -102,7 +102,7 @@ class Finetuning(Plan):
     precision: Literal["no", "bf16"] = "bf16"
     accumulate: int = 1
     checkpointing: bool = False
-    compile: bool = False
+    compile: Literal["no", "model", "layers"] = "no"
     log_every: int = 10
     save_every: int = 0
     sample_every: int = 0

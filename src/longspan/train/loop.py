@@ -17,16 +17,21 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, TorchDynamoPlugin
+from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_object_list
 from rich.console import Console
 from safetensors.torch import load_model
 
+from longspan.machine import peak_mib, reset_peak
 from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
+from longspan.train.pace import Pace, due
 from longspan.train.progress import Bar, Metrics
 from longspan.train.recipe import Plan
 from longspan.train.schedule import learning_rate
 from longspan.train.task import BITS, Task
+
+# What an evaluation is entered with, beside its findings.
+_COUNTS = ("step", "characters", "training_seconds", "seconds")
 
 
 def train(
@@ -41,10 +46,7 @@ def train(
     AcceleratorState._reset_state()  # an earlier run in this process may have had other settings
     accelerator = Accelerator(
         mixed_precision=recipe.precision,
-        # Each phase has its own length: compile for it, not for any length.
-        dynamo_plugin=TorchDynamoPlugin(backend="inductor", dynamic=False)  # pyright: ignore
-        if recipe.compile
-        else None,
+        dynamo_plugin=_compiler(recipe),
     )
     main = accelerator.is_main_process
     console = console or Console()
@@ -68,32 +70,37 @@ def train(
     # Only FSDP changes what the weights are; else the model itself still has them all.
     owner = model if accelerator.distributed_type == DistributedType.FSDP else plain
     states: list[Any] = [None] * recipe.accumulate
-    begin, best, seconds = 0, None, 0.0
+    known: dict[str, Any] = {}
     if last is not None:
         known = checkpoint.progress(last)
-        begin, best, seconds = known["step"], known["best"], known["seconds"]
         checkpoint.load_optimizers(last, owner, optimizers)
         states = _load_states(task, plain, last, accelerator, recipe.accumulate)
 
-    metrics = Metrics(run, begin) if main else None
-    started = time.monotonic() - seconds
+    pace, best = Pace(recipe, known), known.get("best")
+    metrics = Metrics(run, pace.step) if main else None
+    started = time.monotonic() - known.get("seconds", 0.0)
     found: dict[str, Any] = {}
+    entry: dict[str, Any] = {}
     losses: list[torch.Tensor] = []
-    since, tokens = time.monotonic(), 0
+    since, tokens, entered = time.monotonic(), 0, None
+    place = _agree(accelerator, pace)
+    reset_peak(accelerator.device)
     goal = task.goal
-    with Bar(console, recipe, begin, shown=main, bits=goal is BITS) as bar:
-        for step in range(begin, recipe.steps):
-            number, inside = recipe.at(step)
+    with Bar(console, recipe, place, shown=main, bits=goal is BITS) as bar:
+        while place < recipe.steps:
+            number, _ = recipe.at(place)
             phase = recipe.phases[number]
-            if inside == 0 or step == begin:
+            if number != entered:
+                pace.enter(number)
                 task.enter(plain, phase)
                 model.train()
+                entered = number
             # Dropout of a step is the same whether or not the run was interrupted before it.
-            torch.manual_seed(_seed(recipe.seed, step, accelerator.process_index))
-            rate = learning_rate(recipe, step)
+            torch.manual_seed(_seed(recipe.seed, pace.step, accelerator.process_index))
+            rate = learning_rate(recipe, place)
             set_learning_rate(optimizers, rate)
             for part, rows in enumerate(shares[number]):
-                batch, anew = task.batch(number, inside, rows)
+                batch, anew = task.batch(number, pace.inside, rows)
                 tokens += _tokens(batch) * accelerator.num_processes
                 batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
                 if anew:
@@ -109,11 +116,16 @@ def train(
             for wrapped in prepared:
                 wrapped.step()
                 wrapped.zero_grad()
-            done = step + 1
-            ends = done == recipe.steps
-            evaluates = ends or _due(recipe.evaluation.every, done)
-            saves = ends or evaluates or _due(recipe.save_every, done)
-            if saves or done % recipe.log_every == 0:
+            if pace.held:
+                float(losses[-1])  # waits for the device, which may have had to be compiled for
+                pace.go()
+            pace.advance()
+            done, after = pace.step, _agree(accelerator, pace)
+            ends = after >= recipe.steps
+            evaluates = ends or due(recipe.evaluation.every, place, after)
+            saves = ends or evaluates or due(recipe.save_every, place, after)
+            samples = due(recipe.sample_every, place, after)
+            if saves or samples or done % recipe.log_every == 0:
                 mean: Any = accelerator.reduce(torch.stack(losses).mean(), "mean")
                 nats = float(mean)  # waits for the device
                 if not math.isfinite(nats):
@@ -131,14 +143,19 @@ def train(
                     "learning_rate": rate,
                     "gradient_norm": None if norm is None else float(norm),
                     "tokens_per_second": speed,
+                    "characters": pace.characters,
+                    "training_seconds": pace.seconds,
                     "seconds": now - started,
+                    "peak_mib": peak_mib(accelerator.device),
                 }
                 if metrics is not None:
                     metrics.add(entry)
-                bar.show(done, number, nats, speed)
+                bar.show(after, number, done, nats, speed)
                 losses, since, tokens = [], now, 0
             else:
-                bar.show(done, number)
+                bar.show(after, number, done)
+            if saves or samples:
+                pace.hold()
             if evaluates:
                 limit = recipe.evaluation.limit
                 with accelerator.autocast():
@@ -148,9 +165,9 @@ def train(
                 if best is None or goal.is_better(value, best[goal.name]):
                     best = {"step": done, goal.name: value}
                 if metrics is not None:
-                    metrics.add({"step": done, "split": "valid", **found})
+                    counts = {name: entry[name] for name in _COUNTS}
+                    metrics.add({"split": "valid", **counts, **found})
                 bar.say(f"step {done}: valid {value:.4f} {goal.in_words}")
-            samples = _due(recipe.sample_every, done)
             if samples:
                 with accelerator.autocast():
                     text = task.sample(plain)  # by every process: sharded weights need them all
@@ -159,18 +176,38 @@ def train(
                     metrics.add_sample(done, text)
                 bar.say(text)
             if saves:
-                known = {"step": done, "best": best, "seconds": time.monotonic() - started}
+                known = {
+                    **pace.known(),
+                    "best": best,
+                    "seconds": time.monotonic() - started,
+                }
                 _save(task, run, known, accelerator, owner, optimizers, states)
             if saves or samples:
                 since = time.monotonic()  # the speed is that of training alone
+                pace.go()
+            place = after
     if metrics is not None:
         metrics.close()
     accelerator.end_training()
     return found
 
 
-def _due(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
+def _compiler(recipe: Plan) -> TorchDynamoPlugin | None:
+    if recipe.compile == "no":
+        return None
+    return TorchDynamoPlugin(
+        backend="inductor",  # pyright: ignore
+        # Each phase has its own length: compile for it, not for any length.
+        dynamic=False,
+        use_regional_compilation=recipe.compile == "layers",
+    )
+
+
+def _agree(accelerator: Accelerator, pace: Pace) -> float:
+    """The place of the run: of several clocks, the main process's counts."""
+    if accelerator.num_processes == 1 or pace.recipe.minutes == 0:
+        return pace.place
+    return broadcast_object_list([pace.place])[0]
 
 
 def _tokens(batch: dict[str, torch.Tensor]) -> int:

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
@@ -55,14 +54,14 @@ class Bar:
     """Steps done, loss, bits per character, tokens per second and the time left."""
 
     def __init__(
-        self, console: Console, recipe: Plan, begin: int, shown: bool, bits: bool = True
+        self, console: Console, recipe: Plan, begin: float, shown: bool, bits: bool = True
     ) -> None:
         self._phases, self._bits = len(recipe.phases), bits
         self._console, self._shown = console, shown
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[steps]:,} steps"),
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -70,9 +69,8 @@ class Bar:
             console=console,
             disable=not shown or not console.is_terminal,
         )
-        self._task = self._progress.add_task(
-            recipe.name, total=recipe.steps, completed=begin, numbers=""
-        )
+        self._task = self._progress.add_task(recipe.name, total=recipe.steps, numbers="", steps=0)
+        self._progress.update(self._task, completed=begin)
 
     def __enter__(self) -> "Bar":
         self._progress.start()
@@ -82,9 +80,14 @@ class Bar:
         self._progress.stop()
 
     def show(
-        self, done: int, phase: int, nats: float | None = None, speed: float | None = None
+        self,
+        place: float,
+        phase: int,
+        done: int,
+        nats: float | None = None,
+        speed: float | None = None,
     ) -> None:
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"steps": done}
         if nats is not None and speed is not None:
             where = f"phase {phase + 1}/{self._phases}  " if self._phases > 1 else ""
             bits = f"  {nats / math.log(2):.4f} bpc" if self._bits else ""
@@ -92,7 +95,7 @@ class Bar:
             fields["numbers"] = numbers
             if self._shown and not self._console.is_terminal:
                 self._console.print(f"step {done}  {numbers}", highlight=False)
-        self._progress.update(self._task, completed=done, **fields)
+        self._progress.update(self._task, completed=place, **fields)
 
     def say(self, text: str) -> None:
         if self._shown:

@@ -88,7 +88,8 @@ class Plan:
     precision: Literal["no", "bf16"]
     accumulate: int
     checkpointing: bool
-    compile: bool
+    compile: Literal["no", "model", "layers"]
+    minutes: float = 0.0
     log_every: int
     save_every: int
     sample_every: int
@@ -98,7 +99,7 @@ class Plan:
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
 
-    def at(self, step: int) -> tuple[int, int]:
+    def at(self, step: float) -> tuple[int, float]:
         """The number of the phase that a step belongs to, and the step within it."""
         for number, phase in enumerate(self.phases):
             if step < phase.steps:
@@ -122,8 +123,13 @@ class Recipe(Plan):
         precision: "bf16" computes in bfloat16 where that is safe and keeps weights in float32.
         accumulate: parts into which each process cuts its share of a batch.
         checkpointing: compute activations again in the backward pass rather than keep them.
-        compile: run the model through torch.compile.
+        compile: through torch.compile: the "model" as a whole, or its "layers", each kind of them
+            once; the latter is ready sooner, above all where memories grow. "no" = neither.
+        minutes: of training; 0 = as many steps as the phases say. With it, steps are shares of
+            the time: phases, warm-up, and what is due every so many steps. Steps then depend on
+            the machine's speed, so that a run is not repeated exactly.
         log_every, save_every, sample_every: steps; 0 = never (samples), only at the end (saving).
+            `log_every` counts the steps done, with `minutes` too.
         seed: of weights, data order and dropout.
     """
 
@@ -136,7 +142,8 @@ class Recipe(Plan):
     precision: Literal["no", "bf16"] = "bf16"
     accumulate: int = 1
     checkpointing: bool = False
-    compile: bool = False
+    compile: Literal["no", "model", "layers"] = "no"
+    minutes: float = 0.0
     log_every: int = 10
     save_every: int = 1000
     sample_every: int = 1000

@@ -5,13 +5,14 @@ import math
 from longspan.train.recipe import Plan
 
 
-def learning_rate(recipe: Plan, step: int) -> float:
-    """Of a step counted from 0. Warm-up reaches the top in its last step."""
+def learning_rate(recipe: Plan, step: float) -> float:
+    """Of a step counted from 0, or of a place between two. Warm-up reaches the top in its last
+    step."""
     optimizer = recipe.optimizer
     number, inside = recipe.at(step)
     phase = recipe.phases[number]
     if inside < phase.warmup:
-        return phase.learning_rate * (inside + 1) / phase.warmup
+        return phase.learning_rate * min(1.0, (inside + 1) / phase.warmup)
     if optimizer.schedule == "constant":
         return phase.learning_rate
     if optimizer.over == "run":
@@ -19,6 +20,7 @@ def learning_rate(recipe: Plan, step: int) -> float:
         done = (step + 1 - first) / max(1, recipe.steps - first)
     else:
         done = (inside + 1 - phase.warmup) / max(1, phase.steps - phase.warmup)
+    done = min(1.0, done)
     if optimizer.schedule == "cosine":
         left = (1.0 + math.cos(math.pi * done)) / 2.0
     else:

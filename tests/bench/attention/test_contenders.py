@@ -38,29 +38,6 @@ def test_flex_sees_what_we_see(count: int, monkeypatch: pytest.MonkeyPatch) -> N
         contenders._compiled_flex.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "window", "count"), [(1024, 512, 0), (1000, 256, 16), (1536, 64, 300), (100, 512, 0)]
-)
-def test_flex_gets_the_blocks_it_would_find(tokens: int, window: int, count: int) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    case = AttentionCase(tokens, window=window, globals=count)
-    ours = contenders._block_mask(case, CPU)
-    theirs = create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu")
-    assert ours.shape == theirs.shape
-
-    def blocks(count: Tensor | None, order: Tensor | None) -> list[set[int]]:
-        assert count is not None
-        assert order is not None
-        rows = zip(count[0, 0].tolist(), order[0, 0].tolist(), strict=True)
-        return [set(row[:many]) for many, row in rows]
-
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        names = f"{kind}_num_blocks", f"{kind}_indices"
-        found, wanted = ([getattr(mask, name) for name in names] for mask in (ours, theirs))
-        assert blocks(*found) == blocks(*wanted)
-
-
 def test_unprepared_is_the_same() -> None:
     case = small_case(count=3)
     torch.testing.assert_close(solve("longspan-unprepared", case), solve("longspan", case))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,7 @@ from torch import Tensor, nn
 
 from longspan.bench.attention.cases import AttentionCase
 from longspan.bench.benchmark import Contenders, Workload
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
+from longspan.bench.flex import block_mask
 
 CONTENDERS = Contenders()
 contender = CONTENDERS.register
@@ -88,9 +85,6 @@ def _longspan_unprepared(case: AttentionCase, device: torch.device) -> Workload:
     return Workload(forward, [q, k, v], q)
 
 
-_BLOCK = 128  # FlexAttention's own default
-
-
 @cache
 def _compiled_flex() -> Callable[..., Any]:
     import torch._dynamo
@@ -102,56 +96,15 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _block_mask(case: AttentionCase, device: torch.device) -> BlockMask:
-    """What `create_block_mask` makes of the pattern, but worked out block by block: that function
-    looks at all n x n pairs, and to spare their memory has to be compiled for each length."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    half, first, n = case.window // 2, case.globals, case.tokens
-
-    def band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j).abs() <= half
-
-    def band_or_global(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        # Comparing positions is the cheapest form for FlexAttention; a mask in memory, which is
-        # what we are given, would cost it more.
-        return ((i - j).abs() <= half) | (i < first) | (j < first)
-
-    begin = torch.arange(0, n, _BLOCK, device=device)
-    end = (begin + _BLOCK - 1).clamp(max=n - 1)
-    nearest = (begin[:, None] - end[None, :]).clamp(min=0) + (begin[None, :] - end[:, None]).clamp(
-        min=0
-    )
-    farthest = torch.maximum(end[:, None] - begin[None, :], end[None, :] - begin[:, None])
-    inside = end < first
-    some = (nearest <= half) | (begin < first)[:, None] | (begin < first)[None, :]
-    # A ragged last block is never whole: its kernel has to mask what lies beyond the end.
-    ragged = (end - begin + 1) < _BLOCK
-    whole = (farthest <= half) | inside[:, None] | inside[None, :]
-    whole = whole & ~ragged[:, None] & ~ragged[None, :]
-
-    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks each row has, and which; those it has not stand behind."""
-        order = chosen.int().argsort(dim=1, descending=True, stable=True)
-        return chosen.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
-
-    return BlockMask.from_kv_blocks(
-        *lists(some & ~whole),
-        *lists(whole),
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=band_or_global if first else band,
-        seq_lengths=(n, n),
-    )
-
-
 @contender("flex", "FlexAttention", devices=("cuda",))
 def _flex(case: AttentionCase, device: torch.device) -> Workload:
     if case.dilation != 1:
         raise ValueError("the FlexAttention contender has no dilation")
     flex = _compiled_flex()
-    block_mask = _block_mask(case, device)
+    half = case.window // 2
+    mask = block_mask(case.tokens, half, half, device, first=case.globals)
     q, k, v = (t.transpose(1, 2).contiguous() for t in _qkv(case, device))
-    return Workload(lambda: flex(q, k, v, block_mask=block_mask), [q, k, v], q)
+    return Workload(lambda: flex(q, k, v, block_mask=mask), [q, k, v], q)
 
 
 @contender("sdpa", "dense, SDPA")

@@ -1,6 +1,5 @@
 """The figure of whole models, drawn from a results file alone."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from matplotlib.ticker import (
     FixedFormatter,
     FuncFormatter,
     LogLocator,
-    MultipleLocator,
     NullLocator,
 )
 
@@ -128,8 +126,7 @@ def _value_axis(axes: Axes, quantity: str) -> None:
     if quantity == "memory" and low > 0 and high < 4 * low:
         # Powers of two would leave a single tick; from zero, lengths can be compared.
         axes.set_ylim(0, high * 1.1)
-        axes.yaxis.set_major_locator(MultipleLocator(2.0 ** round(math.log2(high / 4))))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: drawing.memory(y)))
+        drawing.memory_from_zero(axes)
         return
     axes.set_yscale("log")
     low, high = axes.get_ylim()
@@ -139,7 +136,7 @@ def _value_axis(axes: Axes, quantity: str) -> None:
     else:
         few = high / low < 30
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0, 3.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _amount(y)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: drawing.amount(y)))
     axes.yaxis.set_minor_locator(NullLocator())
 
 
@@ -181,9 +178,3 @@ def _uneven_panel(results: Results, case: ModelCase, size: ModelCase | None) -> 
         return []
 
     return draw_on
-
-
-def _amount(y: float) -> str:
-    if y >= 1e6:
-        return f"{y / 1e6:g}M"
-    return f"{y / 1e3:g}k" if y >= 1e3 else f"{y:g}"

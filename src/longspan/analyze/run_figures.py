@@ -1,0 +1,222 @@
+"""A comparison of runs as a table and as pictures, from its data alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from rich.table import Table
+
+from longspan.bench import drawing
+from longspan.bench.labels import End, label_ends
+from longspan.bench.report import make_table
+
+# Okabe and Ito's palette and two more, which colour-blind readers can tell apart.
+_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#555555", "#332288", "#882255"),
+)
+_COLUMNS = (
+    "run",
+    "parameters",
+    "bits/char, valid",
+    "test",
+    "RECL",
+    "characters/s",
+    "peak GiB",
+    "steps",
+    "minutes",
+)
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """One row per run, the best first."""
+    made = []
+    for run in sorted(found["runs"], key=lambda run: run["bits_per_character"]["valid"]):
+        scores = run["bits_per_character"]
+        speed = float(f"{run['characters_per_second']:.3g}")
+        made.append(
+            [
+                run["name"],
+                f"{run['parameters'] / 1e6:.2f}M",
+                f"{scores['valid']:.4f}",
+                f"{scores['test']:.4f}",
+                f"{run['recl']['0.1']:,}" if run["recl"] else "",
+                f"{speed:,.0f}",
+                f"{run['peak_mib'] / 1024:.3g}",
+                f"{run['step']:,}",
+                f"{run['training_seconds'] / 60:.1f}",
+            ]
+        )
+    return made
+
+
+def table(found: dict[str, Any]) -> Table:
+    made = make_table("Runs, the best first")
+    for name in _COLUMNS:
+        made.add_column(name, justify="left" if name == "run" else "right")
+    for row in rows(found):
+        made.add_row(*row)
+    return made
+
+
+def markdown(found: dict[str, Any]) -> str:
+    lines = [_COLUMNS, ("---", *["---:"] * (len(_COLUMNS) - 1)), *rows(found)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def draw(found: dict[str, Any], stem: Path) -> list[Path]:
+    """Draw what there is data for, as PNG and SVG; `stem` is the path without its ending."""
+    with drawing.look():
+        figures = {
+            "-curves": _curves(found),
+            "-positions": _positions(found),
+            "-context": _context(found),
+        }
+        return drawing.save(figures, stem)
+
+
+def _colours(found: dict[str, Any]) -> dict[str, str]:
+    names = [run["name"] for run in found["runs"]]
+    return {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
+
+
+def _labels(found: dict[str, Any]) -> dict[str, str]:
+    """Names without the words that all of them begin with."""
+    words = [run["name"].split("-") for run in found["runs"]]
+    shared = 0
+    while all(len(own) > shared + 1 and own[shared] == words[0][shared] for own in words[1:]):
+        if len(words[0]) == shared + 1 or len(words) == 1:
+            break
+        shared += 1
+    return {"-".join(own): "-".join(own[shared:]) for own in words}
+
+
+def _curves(found: dict[str, Any]) -> Figure:
+    """Bits per character while training: valid as a line, train as a shadow of it."""
+    figure = Figure(figsize=(12.6, 3.9))
+    panels = figure.subplots(1, 3)
+    quantities = (
+        ("training_seconds", "minutes of training", 60.0),
+        ("characters", "million characters read", 1e6),
+        ("step", "steps", 1.0),
+    )
+    colours, labels, ends = _colours(found), _labels(found), []
+    for axes, (name, label, unit) in zip(panels, quantities, strict=True):
+        its_ends = []
+        for run in found["runs"]:
+            colour = colours[run["name"]]
+            train, valid = run["curve"]["train"], run["curve"]["valid"]
+            x = [entry[name] / unit for entry in train]
+            axes.plot(x, _smooth(train), color=colour, alpha=0.35, linewidth=1, zorder=1)
+            if valid:
+                line = [(e[name] / unit, e["bits_per_character"]) for e in valid]
+                end = drawing.plot_line(axes, line, [], colour)
+                its_ends.append(End(*end, labels[run["name"]], colour))
+        axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.42), ylim=_interesting(found))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        ends.append(its_ends)
+    panels[0].set_title("Bits per character: valid, and train as its shadow")
+    _finish(figure, panels, ends, found)
+    return figure
+
+
+def _smooth(entries: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Means over a fortieth of the run to either side."""
+    values = np.array([entry["bits_per_character"] for entry in entries])
+    reach = len(values) // 40
+    padded = np.pad(values, reach, mode="edge")
+    return np.convolve(padded, np.full(2 * reach + 1, 1 / (2 * reach + 1)), mode="valid")
+
+
+def _interesting(found: dict[str, Any]) -> tuple[float, float]:
+    """The range of the last nine tenths: beginnings would flatten all that matters."""
+    values = []
+    for run in found["runs"]:
+        for entries in run["curve"].values():
+            values += [e["bits_per_character"] for e in entries[len(entries) // 10 :]]
+    low, high = np.quantile(values, (0.0, 0.95))
+    return float(low - 0.04 * (high - low)), float(high + 0.1 * (high - low))
+
+
+def _positions(found: dict[str, Any]) -> Figure | None:
+    """Loss by how much text stands before a byte: in a row from anywhere, and in its document."""
+    kinds = {
+        "position": ("Rows that begin anywhere", "bytes before, in the row"),
+        "document": ("Documents from their beginning", "bytes before, in the document"),
+    }
+    kinds = {k: v for k, v in kinds.items() if all(run["bits_by"][k] for run in found["runs"])}
+    if not kinds:
+        return None
+    figure = Figure(figsize=(5.2 * len(kinds), 3.9))
+    panels = list(figure.subplots(1, len(kinds), squeeze=False)[0])
+    ends = [
+        _lines(axes, found, {run["name"]: run["bits_by"][kind] for run in found["runs"]})
+        for axes, kind in zip(panels, kinds, strict=True)
+    ]
+    for axes, (title, label) in zip(panels, kinds.values(), strict=True):
+        axes.set(title=title, xlabel=label)
+    panels[0].set_ylabel("bits per character")
+    _finish(figure, panels, ends, found)
+    return figure
+
+
+def _context(found: dict[str, Any]) -> Figure | None:
+    """Loss of the same bytes with more and more before them, and where that ceases to help."""
+    runs = found["runs"]
+    if not all(run["recl"] for run in runs):
+        return None
+    figure = Figure(figsize=(10.4, 3.9))
+    panels = list(figure.subplots(1, 2))
+    ends = [_lines(panels[0], found, {run["name"]: run["bits_by_context"] for run in runs}), []]
+    panels[0].set(
+        title=f"The same {found['probe']['tokens']:,} bytes with more before them",
+        xlabel="bytes before each",
+        ylabel="bits per character",
+    )
+    colours = _colours(found)
+    for place, run in enumerate(runs):
+        length = run["recl"]["0.1"]
+        panels[1].barh(place, length, color=colours[run["name"]], height=0.62)
+        panels[1].annotate(
+            f"{length:,}",
+            (length, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color="#444444",
+        )
+    panels[1].set_yticks(range(len(runs)), _labels(found).values())
+    panels[1].invert_yaxis()
+    panels[1].grid(visible=False, axis="y")
+    panels[1].margins(x=0.14)
+    panels[1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    panels[1].set(title="RECL, hardest tenth of them", xlabel="bytes of context that still help")
+    _finish(figure, panels, ends, found)
+    return figure
+
+
+def _lines(axes: Axes, found: dict[str, Any], lines: dict[str, Any]) -> list[End]:
+    """One line per run against a number of bytes, to be labelled at its end."""
+    colours, labels, ends = _colours(found), _labels(found), []
+    for name, points in lines.items():
+        end = drawing.plot_line(axes, [tuple(point) for point in points], [], colours[name])
+        ends.append(End(*end, labels[name], colours[name]))
+    axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * (high / low) ** 0.45)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: drawing.count(n)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    return ends
+
+
+def _finish(figure: Figure, panels: Any, ends: list[list[End]], found: dict[str, Any]) -> None:
+    figure.tight_layout(w_pad=2.5)
+    for axes, its_ends in zip(panels, ends, strict=True):
+        label_ends(axes, its_ends)
+    text = f"{found['machine']}; torch {found['versions']['torch']}"
+    figure.text(0.01, -0.01, text, fontsize=7.5, color="#777777", ha="left", va="top")

@@ -1,0 +1,139 @@
+"""The commands that compare language models: study, plot."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from longspan.cli_train import console_for_logs
+
+if TYPE_CHECKING:
+    from longspan.analyze.runs import Probe
+
+commands = typer.Typer()
+
+# How much is measured of every run.
+_Limit = Annotated[int, typer.Option(min=0, help="Bytes of valid and test to score; 0 = all.")]
+_Rows = Annotated[int, typer.Option(min=1, help="Rows for the loss by position.")]
+_Longest = Annotated[int, typer.Option(min=1, help="The longest context looked at, in bytes.")]
+_Tokens = Annotated[int, typer.Option(min=0, help="Bytes that RECL looks at; 0 = no RECL.")]
+_Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its growth, in bytes.")]
+
+
+@commands.command()
+def study(
+    name: Annotated[str, typer.Argument(help="rivals or windows.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for all its runs; runs/NAME by default.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The text: a file, or a folder of documents.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Of training for each run; 2 by default.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this recipe; may be given several times.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")
+    ] = None,
+    small: Annotated[
+        bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
+    ] = False,
+    limit: _Limit = 0,
+    rows: _Rows = 64,
+    longest: _Longest = 4096,
+    tokens: _Tokens = 500,
+    step: _Step = 256,
+) -> None:
+    """Train several models for the same time, one after the other, and compare them.
+
+    [bold]rivals[/]: Longformer at once and staged, Transformer-XL, Compressive Transformer, dense
+    attention of 1,024; 40M parameters each. [bold]windows[/]: the paper's Table 4 at 9M.
+    Interrupted, the same command goes on; what failed is named, and tried again by it.
+
+    [bold]longspan study rivals --data FOLDER --minutes 2[/]
+    """
+    from transformers.utils import logging
+
+    from longspan.analyze.runs import Probe
+    from longspan.recipes import find_study
+    from longspan.recipes.shrink import shrink
+    from longspan.tasks.runs import carry_out
+    from longspan.train.recipe import change, parse
+
+    logging.disable_progress_bar()
+    console = console_for_logs()
+    folder = output or Path("runs") / name
+    try:
+        probe = Probe(limit, rows, longest, tokens, step, step)
+        settings = parse(setting or [])
+        if data is not None:
+            settings["data.path"] = str(data)
+        recipes = [shrink(recipe) if small else recipe for recipe in find_study(name)]
+        for wanted in only or []:
+            if wanted not in [recipe.name for recipe in recipes]:
+                known = ", ".join(recipe.name for recipe in recipes)
+                raise ValueError(f"--only {wanted}: choose from {known}")
+        if minutes is not None:
+            settings["minutes"] = minutes
+        recipes = [change(r, settings) for r in recipes if not only or r.name in only]
+        failed = carry_out(recipes, folder, console)
+        done = [folder / recipe.name for recipe in recipes if recipe.name not in failed]
+        if done:
+            _compare(done, probe, data, folder)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on")
+        raise typer.Exit(130) from None
+    for own, reason in failed.items():
+        console.print(f"failed: {own}: {reason}", markup=False, highlight=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+@commands.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs on the same text.")],
+    output: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
+    ] = Path("build/plot"),
+    data: Annotated[Path | None, typer.Option(help="The text, if it has moved.")] = None,
+    limit: _Limit = 0,
+    rows: _Rows = 64,
+    longest: _Longest = 4096,
+    tokens: _Tokens = 500,
+    step: _Step = 256,
+) -> None:
+    """One table of several runs, and figures: how they learned, and how far they look.
+
+    Bits per character on valid and test, RECL, characters per second, memory; curves against time,
+    characters and steps; loss by position, and by distance from a document's beginning. The best
+    checkpoint of each run counts. Writes [bold]comparison.json[/] first and draws from it.
+    """
+    from transformers.utils import logging
+
+    from longspan.analyze.runs import Probe
+
+    logging.disable_progress_bar()
+    try:
+        _compare(runs, Probe(limit, rows, longest, tokens, step, step), data, output)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _compare(runs: list[Path], probe: "Probe", data: Path | None, output: Path) -> None:
+    from longspan.analyze.run_figures import draw, markdown, table
+    from longspan.analyze.runs import compare as measure
+    from longspan.train.checkpoint import write_json, write_text
+
+    console = console_for_logs()
+    found = measure(runs, probe, data=data, say=lambda text: console.print(text, highlight=False))
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / "comparison.json", found)
+    write_text(output / "comparison.md", markdown(found))
+    console.print(table(found))
+    for path in draw(found, output / "comparison"):
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)

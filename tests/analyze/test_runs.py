@@ -1,0 +1,127 @@
+"""Runs side by side: the numbers are those of the runs, and all of them get drawn."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from longspan.analyze import runs as comparison
+from longspan.analyze.run_figures import draw, markdown, rows
+from longspan.analyze.runs import Probe, compare
+from longspan.recipes import find
+from longspan.recipes.shrink import shrink
+from longspan.tasks.charlm import CharLM
+from longspan.tasks.runs import carry_out, load_model, open_run
+from longspan.train.recipe import change
+
+QUIET = Console(quiet=True)
+PROBE = Probe(limit=200, rows=3, longest=32, tokens=20, start=8, step=8)
+NAMES = ("rival-longformer", "rival-xl")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "novels.jsonl"
+    words = np.random.default_rng(0).choice(["a", "fox", "and", "the", "dog", "sees"], 12_000)
+    lines = [json.dumps({"text": " ".join(part)}) for part in np.split(words, 40)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    recipes = [
+        change(shrink(find(name), steps=4), {"data.path": str(text), "evaluation.every": 2})
+        for name in NAMES
+    ]
+    assert carry_out(recipes, folder, QUIET) == {}
+    return [folder / name for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def found(runs):
+    return compare(runs, PROBE)
+
+
+def test_numbers_are_those_of_the_runs(found, runs):
+    assert [run["name"] for run in found["runs"]] == list(NAMES)
+    for of_run, folder in zip(found["runs"], runs, strict=True):
+        run = open_run(folder)
+        model = load_model(run.checkpoint)
+        scores = CharLM(run.recipe).evaluate(model, "test", 200)
+        assert of_run["bits_per_character"]["test"] == scores["bits_per_character"]
+        assert of_run["parameters"] == sum(p.numel() for p in model.parameters())
+        assert of_run["step"] == 4
+        assert of_run["characters"] == 4 * 2 * 12
+        assert [entry["step"] for entry in of_run["curve"]["valid"]] == [2, 4]
+        assert [entry["step"] for entry in of_run["curve"]["train"]] == [1, 2, 3, 4]
+        assert [context for context, _ in of_run["bits_by_context"]] == [8, 16, 24, 32]
+        assert set(of_run["recl"]) == {"0.1", "0.5", "1.0"}
+        assert set(of_run["recl"].values()) <= {8, 16, 24, 32}
+        assert of_run["characters_per_second"] > 0
+    json.dumps(found)
+
+
+def test_positions_are_averaged_in_doubling_bins(monkeypatch):
+    class Model:
+        pass
+
+    # As if byte i of a row cost i nats.
+    monkeypatch.setattr(
+        comparison,
+        "row_nats",
+        lambda model, rows, segment: torch.arange(rows.shape[1] - 1.0).expand(len(rows), -1),
+    )
+    model: object = Model()
+    points = comparison._by_position(model, [np.zeros(11, np.uint8)] * 3, None)  # pyright: ignore
+    means = [bits * np.log(2) for _, bits in points]
+    assert means == pytest.approx([0.0, 1.0, 2.5, 5.5, 8.5])
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    assert comparison._by_position(model, [], None) == []  # pyright: ignore
+
+
+def test_a_memory_is_read_in_segments(runs):
+    """What stands further back than memory and segment of the only layers is not known."""
+    run = open_run(runs[1])
+    found = compare([runs[1]], replace(PROBE, tokens=0))["runs"][0]
+    assert run.recipe.evaluation.kind == "streamed"
+    assert found["recl"] == {}
+    assert found["bits_by_context"] == []
+    assert found["bits_by"]["position"]
+
+
+def test_it_is_drawn_and_tabulated(found, tmp_path):
+    written = draw(found, tmp_path / "a")
+    names = {path.name for path in written if path.suffix == ".svg"}
+    assert names == {"a-curves.svg", "a-positions.svg", "a-context.svg"}
+    assert "RECL" in (tmp_path / "a-context.svg").read_text()
+    table = rows(found)
+    scores = [float(row[2]) for row in table]
+    assert scores == sorted(scores)
+    assert markdown(found).count("\n") == 2 + len(NAMES)
+
+
+def test_what_was_not_measured_is_not_drawn(runs, tmp_path):
+    found = compare(runs, replace(PROBE, tokens=0, longest=100_000))
+    written = draw(found, tmp_path / "a")
+    assert {path.name for path in written} == {"a-curves.png", "a-curves.svg"}
+    assert rows(found)[0][4] == ""
+
+
+def test_what_cannot_be_compared_is_named(runs, text, tmp_path):
+    with pytest.raises(ValueError, match="names, which repeat"):
+        compare([runs[0], runs[0]], PROBE)
+    with pytest.raises(ValueError, match="holds no run"):
+        compare([tmp_path], PROBE)
+    with pytest.raises(ValueError, match="rows=0"):
+        Probe(rows=0)
+    other = tmp_path / "other.jsonl"
+    other.write_text(text.read_text().replace("fox", "cat"))
+    recipe = change(shrink(find("rival-dense")), {"data.path": str(other)})
+    carry_out([recipe], tmp_path, QUIET)
+    with pytest.raises(ValueError, match="not trained on the text of rival-longformer"):
+        compare([runs[0], tmp_path / "rival-dense"], PROBE)

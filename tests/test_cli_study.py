@@ -1,0 +1,55 @@
+"""The commands that compare language models."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from longspan.cli import app
+
+RUNNER = CliRunner()
+FEW = ["--limit", "100", "--rows", "2", "--longest", "32", "--tokens", "10", "--step", "16"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "novels.jsonl"
+    path.write_text((json.dumps({"text": "the fox and the dog. " * 40}) + "\n") * 20)
+    return path
+
+
+def run(*arguments: object) -> str:
+    done = RUNNER.invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_study_trains_and_compares(text, tmp_path):
+    command = ["study", "rivals", "--shrink", "--data", text, "--output", tmp_path / "out"]
+    command += ["--only", "rival-dense", "--only", "rival-compressive", *FEW]
+    shown = run(*command)
+    assert "Runs, the best first" in shown
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [one["name"] for one in found["runs"]] == ["rival-compressive", "rival-dense"]
+    assert (tmp_path / "out" / "comparison-curves.png").exists()
+    assert (tmp_path / "out" / "comparison.md").read_text().startswith("| run |")
+    assert "rival-dense: done before" in run(*command)
+    shown = run("plot", tmp_path / "out" / "rival-dense", "--output", tmp_path / "one", *FEW)
+    assert "rival-dense" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["study", "rival"], "did you mean rivals"),
+        (["study", "rivals", "--only", "rival-lstm"], "choose from rival-longformer"),
+        (["study", "windows", "--set", "nimutes=2"], "nimutes is unknown; did you mean minutes"),
+        (["study", "windows"], "give --data PATH"),
+        (["plot", "nowhere"], "holds no run"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = RUNNER.invoke(app, arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
