@@ -101,7 +101,7 @@ def convert(
     logging.set_verbosity_error()  # what is missing or left over is reported by us
     console = _console()
     try:
-        texts = [path.read_text(encoding="utf8") for path in text or []]
+        texts = [_text_of(path) for path in text or []]
         with console.status(f"converting {source} ..."):
             made = convert_checkpoint(
                 source, destination, max_length=max_length, window=window, texts=texts
@@ -110,6 +110,16 @@ def convert(
         raise typer.BadParameter(str(error)) from None
     show(made, console)
     console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text in UTF-8") from None
+    if not text.strip():
+        raise ValueError(f"{path} is empty")
+    return text
 
 
 @app.command()
@@ -165,6 +175,7 @@ def demo(
     if document is not None and not ask:
         raise typer.BadParameter('--document needs a question about it: --ask "..."')
     try:
+        output.mkdir(parents=True, exist_ok=True)
         text = language_reference() if document is None else read_document(document)
         found = run(
             model or packaged_checkpoint(),
@@ -174,7 +185,7 @@ def demo(
             model_name=model or "all-MiniLM-L6-v2",
             length=length,
             window=window,
-            lengths=sorted({n for n in (1024, 4096, length) if n <= (2048 if quick else length)}),
+            lengths=(512, 1024, 2048) if quick else sorted({1024, min(4096, length), length}),
             threads=cpu_count(),
             console=console,
         )
@@ -187,7 +198,7 @@ def demo(
 
 # The options that the benchmarks share.
 _Quick = Annotated[
-    bool, typer.Option("--quick", help="A few small cases: about a minute, also on a CPU.")
+    bool, typer.Option("--quick", help="A few small cases: a minute or two, also on a CPU.")
 ]
 _Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best one there is by default.")]
 _Dtype = Annotated[
@@ -221,7 +232,7 @@ def attention(
     Writes [bold]attention-<device>.json[/] after every point, so an interrupted run goes on where
     it stopped when started again the same way, then prints tables and draws figures from it.
 
-    [bold]longspan bench attention --quick[/] takes less than a minute;
+    [bold]longspan bench attention --quick[/] takes a minute or two;
     [bold]longspan bench attention --only longspan --only sdpa[/] narrows the field.
     """
     _bench("attention", quick, device, dtype, threads, lengths, only or [], output, fresh)
@@ -250,7 +261,7 @@ def models(
     Writes [bold]models-<device>.json[/] after every point, so an interrupted run goes on where
     it stopped when started again the same way, then prints tables and draws figures from it.
 
-    [bold]longspan bench models --quick[/] tries it on a small model in a minute;
+    [bold]longspan bench models --quick[/] tries it on a small model in a minute or two;
     [bold]longspan bench models --only longspan --only roberta[/] narrows the field.
     """
     _bench("models", quick, device, dtype, threads, lengths, only or [], output, fresh)
@@ -278,7 +289,7 @@ def lm(
     Writes [bold]lm-<device>.json[/] after every point, so an interrupted run goes on where
     it stopped when started again the same way, then prints tables and draws figures from it.
 
-    [bold]longspan bench lm --quick[/] tries it on a small model in a minute;
+    [bold]longspan bench lm --quick[/] tries it on a small model in a minute or two;
     [bold]longspan bench lm --only longspan --lengths 8192[/] is the shortest look at a GPU.
     """
     _bench("lm", quick, device, dtype, threads, lengths, only or [], output, fresh)

@@ -56,7 +56,7 @@ def train(
 ) -> None:
     """Train a language model, or finetune an encoder on examples.
 
-    Stop it at any time; [bold]--resume[/] goes on where it was.
+    Stop it at any time; [bold]--resume[/] goes on from the last checkpoint, to the same losses.
 
     [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data. Several GPUs:
     [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
@@ -116,7 +116,7 @@ def train(
     except (ValueError, OSError, FloatingPointError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command with --resume goes on from {run}")
+        console.print(f"stopped; with --resume the same command goes on from what {run} has saved")
         raise typer.Exit(130) from None
     console.print(f"wrote {run}; next: longspan eval {run}, longspan generate {run}")
 

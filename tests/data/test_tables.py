@@ -27,7 +27,7 @@ def values(path):
         ("a.jsonl", LINES.encode()),
         ("a.jsonl", LINES.replace("\n", "\n\n").encode()),
         ("a.jsonl.xz", lzma.compress(LINES.encode())),
-        ("a.csv.gz", gzip.compress(CSV.encode())),
+        ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)),
     ],
 )
 def test_formats(name, content, tmp_path):
@@ -85,7 +85,7 @@ def test_squad(tmp_path):
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
         ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
         ("a.jsonl.xz", lzma.compress(LINES.encode())[:-20], "damaged or cut off"),
-        ("a.jsonl.gz", gzip.compress(LINES.encode())[:-9], "damaged or cut off"),
+        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "damaged or cut off"),
         ("a.xlsx", b"", "is none of .csv"),
     ],
 )

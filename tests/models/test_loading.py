@@ -8,7 +8,13 @@ import transformers
 from models.small import build
 from safetensors.torch import load_file, save_file
 
-from longspan import LongspanForMaskedLM, LongspanForTokenClassification, LongspanModel
+from longspan import (
+    LongspanForCausalLM,
+    LongspanForMaskedLM,
+    LongspanForTokenClassification,
+    LongspanModel,
+)
+from longspan.models import LongspanDecoderConfig
 
 
 @pytest.fixture
@@ -98,3 +104,17 @@ def test_a_pickle_is_never_loaded(saved):
     with pytest.raises(ValueError, match="pickled weights can run code"):
         LongspanForMaskedLM.from_pretrained(saved, use_safetensors=False)
     assert not (saved / "sprung").exists()
+
+
+def test_a_pickled_language_model_is_never_loaded(tmp_path):
+    config = LongspanDecoderConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, attention={"left": 4}
+    )
+    LongspanForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"weight": Trap(tmp_path / "sprung")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no safetensors, but \['pytorch_model.bin'\]"):
+        LongspanForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="pickled weights can run code"):
+        LongspanForCausalLM.from_pretrained(tmp_path, use_safetensors=False)
+    assert not (tmp_path / "sprung").exists()

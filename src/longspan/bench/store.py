@@ -78,7 +78,7 @@ class Results:
 def load(path: Path) -> Results:
     """Read a results file; an error says what is wrong with it."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
         points = content.pop("points")
         results = Results(header=content)
         make_case = results.benchmark.case
@@ -99,9 +99,9 @@ def load(path: Path) -> Results:
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder; give a .json file in it") from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is damaged, or not written by `longspan bench` ({error!r})"
-        ) from error
+        # Decoding errors carry the whole file along.
+        why = "not JSON" if isinstance(error, UnicodeDecodeError) else repr(error)
+        raise ValueError(f"{path} is damaged, or not written by `longspan bench` ({why})") from None
     return results
 
 

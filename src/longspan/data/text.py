@@ -48,6 +48,11 @@ class Source:
 def read(source: Source) -> Corpus:
     """The text of a source; an error says what is missing or wrong with it."""
     if source.kind == "python":
+        if source.path is not None:
+            raise ValueError(
+                f"this recipe reads Python's own library, not {source.path}: leave --data out, or "
+                "add --set data.kind=file to read a file of yours"
+            )
         corpus = _split_documents([*_python_sources()])
     elif source.path is None:
         raise ValueError("this recipe needs text: give --data PATH")
@@ -71,7 +76,7 @@ def read_documents(path: Path) -> Iterator[bytes]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a .jsonl file, plain or .xz or .gz")
     opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    with opener(path, "rt", encoding="utf8") as lines:
+    with opener(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 text = json.loads(line)["text"].encode()

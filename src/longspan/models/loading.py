@@ -18,7 +18,9 @@ def load_weights(
     except OSError as error:
         folder = Path(source)
         if folder.is_dir() and not any(folder.rglob("*.safetensors")):
-            found = [path.name for path in folder.glob("*.bin")] or "no weights"
+            found = [path.name for path in folder.glob("*.bin")]
+            if not found:
+                raise ValueError(f"{source} holds no weights: no .safetensors is there") from error
             raise ValueError(
                 f"{source} has no safetensors, but {found}. Pickled weights can run code when "
                 "they are loaded, so they never are: have their owner save them as safetensors"

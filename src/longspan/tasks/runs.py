@@ -11,6 +11,7 @@ from rich.console import Console
 
 from longspan.data.text import Corpus
 from longspan.models.decoder import LongspanForCausalLM
+from longspan.models.decoder_config import LongspanDecoderConfig
 from longspan.tasks.charlm import CharLM
 from longspan.train.checkpoint import find, progress
 from longspan.train.loop import train
@@ -39,6 +40,11 @@ def open_run(folder: Path, which: str = "best") -> Run:
 
 def load_model(folder: Path) -> LongspanForCausalLM:
     """The model of a folder, ready for use, on a GPU if there is one; always in float32."""
+    kind = loads((folder / "config.json").read_text(encoding="utf8")).get("model_type")
+    if kind != LongspanDecoderConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}, not a language model of longspan"
+        )
     model = LongspanForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if torch.cuda.is_available():
         torch.nn.Module.cuda(model)

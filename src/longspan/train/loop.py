@@ -77,6 +77,9 @@ def train(
         states = _load_states(task, plain, last, accelerator, recipe.accumulate)
 
     pace, best = Pace(recipe, known), known.get("best")
+    if resume and main:
+        where = f"after step {pace.step:,}" if last else "from the beginning: nothing was saved yet"
+        console.print(f"resuming {where}", highlight=False)
     metrics = Metrics(run, pace.step) if main else None
     started = time.monotonic() - known.get("seconds", 0.0)
     found: dict[str, Any] = {}
