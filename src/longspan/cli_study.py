@@ -68,6 +68,8 @@ def study(
     folder = output or Path("runs") / name
     try:
         probe = Probe(limit, rows, longest, tokens, step, step)
+        if small:
+            probe = Probe(limit=1000, rows=4, longest=64, tokens=20, start=16, step=16)
         settings = parse(setting or [])
         if data is not None:
             settings["data.path"] = str(data)

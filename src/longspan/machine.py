@@ -1,6 +1,8 @@
 """What longspan runs on and with: versions, devices, the source itself. Never a host name."""
 
 import contextlib
+import ctypes
+import gc
 import hashlib
 import os
 import platform
@@ -87,24 +89,38 @@ def describe(device: torch.device, threads: int) -> str:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the peak of memory so far, where that can be had."""
+    """Give freed memory back and forget the peak so far, where that can be had."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        return
+    # What the C library keeps of freed memory would hide growth later on.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_mib(device: torch.device) -> float:
     """The most memory in use since `reset_peak`: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-    except (OSError, StopIteration):
-        import resource  # not there on Windows
+    return resident_mib(peak=True)
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / (2**20 if sys.platform == "darwin" else 1024)
+
+def resident_mib(*, peak: bool = False) -> float:
+    """Of this process: now, or at most so far."""
+    field = "VmHWM" if peak else "VmRSS"
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) / 1024
+    except OSError:
+        pass
+    import resource
+
+    # Only a peak is to be had here: growth then counts from the largest set so far.
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest / (2**20 if sys.platform == "darwin" else 1024)

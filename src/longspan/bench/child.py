@@ -4,17 +4,14 @@ torch counts no peak for CPU tensors, so the operating system has to: the proces
 resident set during the pass, less what was resident just before it.
 """
 
-import contextlib
-import ctypes
-import gc
 import importlib.util
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
 
+from longspan import machine
 from longspan.bench.benchmark import Build, Case, Pass
 
 _MIB = 1024 * 1024
@@ -44,37 +41,10 @@ def _measure(build: Build, case: Case, kind: Pass, threads: int) -> float:
     return growth(workload.ready(kind)) + workload.resident / _MIB
 
 
-def _give_back() -> None:
-    """Have the C library return freed memory: what it kept would hide growth later on."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _resident(field: str) -> int:
-    """Bytes resident now ("VmRSS") or at most so far ("VmHWM")."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource
-    import sys
-
-    # Only a peak is to be had here: growth then counts from the largest set so far.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def growth(run: Callable[[], object]) -> float:
     """MiB by which `run()` makes this process grow at its peak."""
-    _give_back()
-    # Linux forgets the peak so far, such as that of building a model. Elsewhere it would hide
-    # what stays below it.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    # Without this, the peak so far, such as that of building a model, would hide what stays below.
+    machine.reset_peak(torch.device("cpu"))
+    before = machine.resident_mib()
     run()
-    return max(0.0, (_resident("VmHWM") - before) / _MIB)
+    return max(0.0, machine.resident_mib(peak=True) - before)
