@@ -220,3 +220,58 @@ def test_output_must_be_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file" in invoke("bench", "attention", "--quick", "--output", str(file), code=2)
+
+
+def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
+    import json
+
+    from tasks.finetuned import labelled
+    from tasks.tiny import tiny_checkpoint
+
+    data, source = labelled(tmp_path / "animals.csv"), tiny_checkpoint(tmp_path / "source")
+    run = str(tmp_path / "run")
+    command = ("train", "classify", "--data", str(data), "--text", "body", "--output", run)
+    toy = ("--shrink", "--set", "model.length=24")
+    whole = (*command, *toy, "--model", str(source), "--label", "animal")
+    assert "give --model" in invoke(*command, *toy, code=2)
+    assert "there is no column 'label'" in plain(
+        invoke(*command, *toy, "--model", str(source), code=2)
+    )
+    assert "choose from refuse, split, head" in plain(invoke(*whole, "--too-long", "cut", code=2))
+    assert not Path(run).exists()
+    output = invoke(*whole)
+    assert "labels: cat, dog" in output
+    assert "test (step-00000002): accuracy" in output
+    assert "4 rows in" in plain(invoke("predict", run, str(labelled(tmp_path / "new.csv", 4))))
+    lines = (tmp_path / "run" / "predictions" / "new.jsonl").read_text().splitlines()
+    assert {json.loads(line)["label"] for line in lines} <= {"cat", "dog"}
+    assert "exists already" in plain(invoke("predict", run, str(tmp_path / "new.csv"), code=2))
+    assert "4 rows in" in plain(invoke("predict", run, str(tmp_path / "new.csv"), "--resume"))
+    assert "choose from best, last" in invoke("predict", run, "x", "--checkpoint", "1", code=2)
+
+    many = (*command[:-1], str(tmp_path / "runs"), *whole[len(command) :], "--seeds", "2")
+    assert "test, 2 seeds: accuracy" in invoke(*many)
+    assert "seed-0, seed-1" in plain(invoke("predict", str(tmp_path / "runs"), "x", code=2))
+
+
+def plain(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_comparing(tmp_path: Path) -> None:
+    from tasks.finetuned import labelled
+    from tasks.tiny import tiny_checkpoint
+
+    data, source = labelled(tmp_path / "animals.csv"), tiny_checkpoint(tmp_path / "source")
+    command = ["compare", "--data", str(data), "--model", str(source), "--output", str(tmp_path)]
+    assert "choose from classify, spans" in invoke(*command, "--task", "guess", code=2)
+    command += ["--text", "body", "--label", "animal", "--length", "64", "--short", "16"]
+    assert "short=64" in plain(invoke(*command, "--short", "64", code=2))
+    for value in ("epochs=0.1", "precision=no", "data.limit=20", "evaluation.every=0"):
+        command += ["--set", value]
+    output = plain(invoke(*command))
+    for name in ("first tokens", "chunk and pool", "long, window only", "macro f1"):
+        assert name in output
+    assert "of the test documents have more than 16 tokens" in output
+    assert (tmp_path / "compare.json").exists()
+    assert (tmp_path / "compare.svg").exists()

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "hub": {"models", "layers", "ops"},
     "data": set(),
     "train": {"data", "machine"},
-    "tasks": {"train", "data", "models"},
+    "tasks": {"train", "data", "models", "hub"},
     "recipes": {"train", "data"},
     "registration": {"models"},
     "machine": set(),
@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "bench": {"machine", "hub", "train", "models", "layers", "ops"},
     "analyze": {"bench", "machine", "tasks", "train", "models", "ops", "data"},
     "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
-    "cli_train": {"analyze", "recipes", "tasks", "train", "models"},
+    "cli_tasks": {"analyze", "recipes", "tasks", "train"},
+    "cli_train": {"cli_tasks", "analyze", "recipes", "tasks", "train", "models"},
     "cli_study": {"cli_train", "analyze", "recipes", "tasks", "train"},
-    "cli": {"cli_train", "cli_study", "doctor", "bench", "hub", "demo", "machine"},
+    "cli": {"cli_train", "cli_tasks", "cli_study", "doctor", "bench", "hub", "demo", "machine"},
     "__init__": {"ops", "models", "hub", "tasks", "registration"},
 }
 

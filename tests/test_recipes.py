@@ -4,13 +4,17 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tasks.finetuned import recipe as toy_recipe
 
 from longspan.data.text import Corpus
 from longspan.models import LongspanDecoderConfig, LongspanForCausalLM
-from longspan.recipes import RECIPES, STUDIES, find, find_study, summary
+from longspan.recipes import FINETUNING, RECIPES, STUDIES, find, find_study, summary
 from longspan.recipes.shrink import shrink
 from longspan.tasks.charlm import CharLM
+from longspan.tasks.finetune import finetune, make_task
+from longspan.train.finetuning import planned
 from longspan.train.loop import train
+from longspan.train.recipe import Phase, change
 
 TEXT = np.random.default_rng(0).integers(97, 123, 3000).astype(np.uint8)
 
@@ -33,6 +37,40 @@ def _kinds(recipe):
 def test_every_recipe_says_what_it_is(name):
     assert find(name).name == name
     assert summary(name).endswith(".")
+
+
+@pytest.mark.parametrize("name", FINETUNING)
+def test_finetuning_recipes_run_two_steps(name, tmp_path):
+    source = FINETUNING[name]()
+    assert source.name == name
+    assert summary(name).endswith(".")
+    kind = "classify" if source.task == "classify" else "spans"
+    toy = toy_recipe(kind, tmp_path)
+    settings = {
+        "batch": 4,
+        "accumulate": 1,
+        "epochs": 0.2,
+        "overlap": min(source.overlap, 2),
+        "precision": "no",
+    }
+    settings |= {"data.train": toy.data.train, "data.columns": toy.data.columns}
+    settings |= {"model.source": toy.model.source, "model.length": 24}
+    settings |= {"data.positive": "cat"} if source.data.positive else {}
+    task = make_task(change(source, settings))
+    found = finetune(task, tmp_path / "run", console=Console(quiet=True))
+    assert source.measure in found["test"]
+
+
+def test_finetuning_is_as_published():
+    for name in ("hyperpartisan", "imdb"):
+        made = planned(FINETUNING[name](), 640)
+        assert (made.batch, made.learning_rate, made.epochs) == (32, 3e-5, 15)
+        assert (made.model.length, made.model.window) == (4096, 512)
+        assert made.phases == (Phase(300, 4096, 32, 3e-5, warmup=30),)
+        assert made.evaluation.every == 20
+    assert planned(FINETUNING["triviaqa"](), 64_000).phases[0].warmup == 1000
+    split = FINETUNING["hyperpartisan"]().data
+    assert (split.valid_share, split.test_share) == (0.1, 0.1)
 
 
 @pytest.mark.parametrize(

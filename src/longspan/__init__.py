@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         unpad,
     )
     from longspan.tasks.embed import embed, embed_query
+    from longspan.tasks.predict import pipeline
 
 __version__ = "0.1.0.dev0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "is_patched",
     "pad",
     "patch",
+    "pipeline",
     "to_transformers",
     "unpad",
     "unpatch",
@@ -81,6 +83,7 @@ _LAZY = {
     "unpad": "longspan.models",
     "embed": "longspan.tasks.embed",
     "embed_query": "longspan.tasks.embed",
+    "pipeline": "longspan.tasks.predict",
 }
 
 

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 import longspan
-from longspan import cli_study, cli_train
+from longspan import cli_study, cli_tasks, cli_train
 
 app = typer.Typer(
     name="longspan",
@@ -25,6 +25,7 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(cli_train.commands)
+app.add_typer(cli_tasks.commands)
 app.add_typer(cli_study.commands)
 
 

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from longspan import cli_tasks
+
 commands = typer.Typer()
 
 
@@ -14,10 +16,10 @@ def recipes() -> None:
     """List the recipes that [bold]longspan train[/] knows."""
     from rich.table import Table
 
-    from longspan.recipes import RECIPES, summary
+    from longspan.recipes import FINETUNING, RECIPES, summary
 
     table = Table("recipe", "what it is", box=None, pad_edge=False)
-    for name in RECIPES:
+    for name in (*RECIPES, *FINETUNING):
         table.add_row(name, summary(name))
     console_for_logs().print(table)
 
@@ -41,8 +43,20 @@ def train(
     small: Annotated[
         bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
     ] = False,
+    model: cli_tasks.Model = None,
+    valid: cli_tasks.Valid = None,
+    test: cli_tasks.Test = None,
+    text: cli_tasks.Text = None,
+    label: cli_tasks.Label = None,
+    question: cli_tasks.Question = None,
+    answers: cli_tasks.Answers = None,
+    several: cli_tasks.Several = False,
+    too_long: cli_tasks.TooLong = None,
+    seeds: cli_tasks.Seeds = 1,
 ) -> None:
-    """Train a language model. Stop it at any time; [bold]--resume[/] goes on where it was.
+    """Train a language model, or finetune an encoder on examples.
+
+    Stop it at any time; [bold]--resume[/] goes on where it was.
 
     [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data. Several GPUs:
     [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
@@ -52,7 +66,7 @@ def train(
     from torch import device
     from transformers.utils import logging
 
-    from longspan.recipes import find
+    from longspan.recipes import FINETUNING, find
     from longspan.recipes.shrink import shrink
     from longspan.tasks.charlm import CharLM
     from longspan.train.loop import train as carry_out
@@ -64,6 +78,26 @@ def train(
     run = output or Path("runs") / recipe
     try:
         settings = parse(setting or [])
+        if recipe in FINETUNING:
+            columns = {"text": text, "label": label, "question": question, "answers": answers}
+            cli_tasks.finetune(
+                recipe,
+                settings,
+                data=data,
+                run=run,
+                resume=resume,
+                small=small,
+                seeds=seeds,
+                console=console,
+                columns=columns,
+                model=model,
+                valid=valid,
+                test=test,
+                several=several,
+                too_long=too_long,
+            )
+            console.print(f"wrote {run}; next: longspan predict {run} FILE", soft_wrap=True)
+            return
         if data is not None:
             settings["data.path"] = str(data)
         chosen = find(recipe)

@@ -1,206 +1,91 @@
-"""Runs of language models side by side: how they learned, what they score, how far they look.
+"""What `longspan compare` found, as a table and as a picture."""
 
-Everything is data first, one JSON file; `comparison_figures` draws it.
-"""
-
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import numpy as np
-import torch
-from torch import autocast
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
 
-from longspan import machine
-from longspan.analyze.recl import losses_of, recl
-from longspan.data.text import Bytes, Corpus, Source, split_documents
-from longspan.models.decoder import LongspanForCausalLM
-from longspan.tasks.bits import row_nats
-from longspan.tasks.charlm import CharLM, with_attention
-from longspan.tasks.runs import Run, load_model, open_run
-from longspan.train.recipe import change
-
-FRACTIONS = (0.1, 0.5, 1.0)  # of the hardest tokens, for RECL
-_TOKENS = 65_536  # read at a time
+from longspan.analyze.figures import BLUE, GREY, ORANGE
+from longspan.bench.drawing import look, save
+from longspan.tasks.compare import SHORT_ONES, Comparison, Interval
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What is measured of every run.
-
-    Args:
-        limit: bytes of valid and test to score; 0 = all.
-        rows, longest: rows of text, and how long they are, for the loss by position.
-        tokens: bytes that RECL looks at; 0 = no RECL.
-        start, step: its first context length, and by how much it grows, up to `longest`.
-    """
-
-    limit: int = 0
-    rows: int = 64
-    longest: int = 4096
-    tokens: int = 500
-    start: int = 256
-    step: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "longest", "start", "step"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("limit", "tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-
-    @property
-    def contexts(self) -> list[int]:
-        return list(range(self.start, self.longest + 1, self.step)) if self.tokens else []
+def table(result: Comparison) -> Table:
+    name = result.measure.replace("_", " ")
+    beyond = f"beyond {result.short:,} tokens"
+    made = Table("", f"{name} (95%)", beyond, "training", "documents/s", "memory", box=None)
+    for one in result.contenders:
+        memory = "" if one.memory_mib is None else f"{one.memory_mib / 1024:.1f} GiB"
+        made.add_row(
+            one.name,
+            _shown(one.score),
+            "" if one.on_long is None else _shown(one.on_long),
+            f"{one.train_seconds:,.0f} s",
+            f"{one.documents_per_second:,.1f}",
+            memory,
+        )
+    return made
 
 
-def compare(
-    folders: Sequence[Path],
-    probe: Probe,
-    *,
-    data: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
-    """Everything that tables and figures are made of, as plain values."""
-    runs = [open_run(folder) for folder in folders]
-    names = [run.folder.name for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"runs are told apart by their folders' names, which repeat: {names}")
-    found, losses, text = [], [], None
-    corpora: dict[Source, Corpus] = {}  # reading takes long
-    for run in runs:
-        say(f"measuring {run.folder.name} ...")
-        if data is not None:
-            run = run._replace(recipe=change(run.recipe, {"data.path": str(data)}))
-        task = CharLM(run.recipe, corpora.get(run.recipe.data))
-        corpora[run.recipe.data] = task.corpus
-        if text is not None and not np.array_equal(text, task.corpus.valid):
-            raise ValueError(f"{run.folder.name} was not trained on the text of {names[0]}")
-        text = task.corpus.valid
-        of_run, own_losses = _measure(run, task, probe)
-        found.append(of_run)
-        losses.append(own_losses)
-    for place, of_run in enumerate(found):
-        of_run["recl"] = {
-            str(fraction): _recl(losses, probe, fraction)[place]
-            for fraction in FRACTIONS
-            if len(probe.contexts) > 1
-        }
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {
-        "runs": found,
-        "probe": asdict(probe),
-        "machine": machine.describe(device, torch.get_num_threads()),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-    }
+def _shown(interval: Interval) -> str:
+    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
 
-def _recl(losses: Sequence[dict[int, np.ndarray]], probe: Probe, fraction: float) -> list[int]:
-    return recl(
-        [own.__getitem__ for own in losses],
-        start=probe.start,
-        step=probe.step,
-        longest=probe.contexts[-1],
-        fraction=fraction,
+def draw(result: Comparison, stem: Path) -> list[Path]:
+    """Writes PNG and SVG: how good each contender is, and what it costs to train."""
+    with look():
+        figure = Figure(figsize=(8.6, 2.9))
+        scores, costs = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+        _draw_scores(scores, result)
+        _draw_costs(costs, result)
+        figure.suptitle(_title(result), x=0.02, ha="left", fontsize=10)
+        figure.tight_layout()
+        return save({"": figure}, stem)
+
+
+def _title(result: Comparison) -> str:
+    return (
+        f"{result.examples:,} test examples, {result.long_share:.0%} of them beyond "
+        f"{result.short:,} tokens; long means {result.length:,}"
     )
 
 
-def _measure(run: Run, task: CharLM, probe: Probe) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
-    recipe, evaluation = run.recipe, run.recipe.evaluation
-    model = load_model(run.checkpoint)
-    half = autocast(model.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
-    with half:
-        scores = {
-            split: task.evaluate(model, split, probe.limit)["bits_per_character"]
-            for split in ("valid", "test")
-        }
-        model = with_attention(model, evaluation.attention).eval()
-        segment = evaluation.length if evaluation.kind == "streamed" else None
-        text = task.corpus.valid
-        losses: dict[int, np.ndarray] = {}
-        for context in probe.contexts:
-            batch = max(1, _TOKENS // context)
-            losses[context] = losses_of(model, text, probe.tokens, batch, segment)(context)
-        positions = {
-            "position": _by_position(model, _anywhere(text, probe), segment),
-            "document": _by_position(model, _beginnings(text, probe), segment),
-        }
-    curve = read_curve(run.folder)
-    speeds = [entry["tokens_per_second"] for entry in curve["train"]]
-    last = curve["train"][-1]
-    measured = {
-        "name": run.folder.name,
-        "recipe": recipe.name,
-        "parameters": model.num_parameters(),
-        "step": last["step"],
-        "characters": last["characters"],
-        "training_seconds": last["training_seconds"],
-        "seconds": last["seconds"],
-        "characters_per_second": median(speeds[1:] or speeds),  # the first may have compiled
-        "peak_mib": max(entry["peak_mib"] for entry in curve["train"]),
-        "bits_per_character": scores,
-        "bits_by_context": [
-            [context, float(nats.mean() / np.log(2))] for context, nats in losses.items()
-        ],
-        "bits_by": positions,
-        "curve": curve,
-    }
-    return measured, losses
+def _draw_scores(axes: Axes, result: Comparison) -> None:
+    axes.set_title(f"{result.measure.replace('_', ' ')}, 95% intervals")
+    for place, one in enumerate(result.contenders):
+        colour = GREY if one.name in SHORT_ONES else BLUE
+        _draw_interval(axes, one.score, place - 0.12, colour, "o")
+        if one.on_long is not None and result.long_share < 1:
+            _draw_interval(axes, one.on_long, place + 0.18, ORANGE, "s")
+    if 0 < result.long_share < 1:
+        axes.plot([], [], "s", color=ORANGE, label=f"documents beyond {result.short:,} tokens")
+        axes.plot([], [], "o", color=BLUE, label="all documents")
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
+    axes.set_yticks(range(len(result.contenders)), [one.name for one in result.contenders])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
 
 
-_KEPT = ("step", "characters", "training_seconds", "seconds", "bits_per_character")
+def _draw_interval(axes: Axes, own: Interval, place: float, colour: str, marker: str) -> None:
+    axes.plot([own.low, own.high], [place, place], "-", color=colour)
+    axes.plot([own.value], [place], marker, color=colour, markersize=6)
 
 
-def read_curve(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """What a run wrote of its training and of its evaluations, in order."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    if not entries:
-        raise ValueError(f"{run} has no metrics yet")
-    speed = (*_KEPT, "tokens_per_second", "peak_mib")
-    return {
-        "train": [{name: e[name] for name in speed} for e in entries if "split" not in e],
-        "valid": [{name: e[name] for name in _KEPT} for e in entries if e.get("split") == "valid"],
-    }
-
-
-def _anywhere(text: Bytes, probe: Probe) -> list[Bytes]:
-    """Rows that begin anywhere, the same for every run."""
-    last = len(text) - probe.longest - 1
-    if last < 0:
-        return []
-    starts = np.random.default_rng(0).integers(0, last + 1, probe.rows)
-    return [text[start : start + probe.longest + 1] for start in starts]
-
-
-def _beginnings(text: Bytes, probe: Probe) -> list[Bytes]:
-    """The beginnings of documents that are long enough."""
-    whole = [own for own in split_documents(text) if len(own) > probe.longest]
-    return [own[: probe.longest + 1] for own in whole[: probe.rows]]
-
-
-def _by_position(
-    model: LongspanForCausalLM, rows: list[Bytes], segment: int | None
-) -> list[list[float]]:
-    """[bytes before, bits per character], by bins that double; nothing of no rows."""
-    if not rows:
-        return []
-    batch = max(1, _TOKENS // len(rows[0]))
-    total = np.zeros(len(rows[0]) - 1)
-    for first in range(0, len(rows), batch):
-        nats = row_nats(model, np.stack(rows[first : first + batch]), segment)
-        total += nats.double().sum(0).cpu().numpy()
-    bits = total / len(rows) / np.log(2)
-    edges = [2**power for power in range(len(bits).bit_length()) if 2**power < len(bits)]
-    bounds = [0, *edges, len(bits)]
-    # Byte i of a row's scored ones has i + 1 before it.
-    return [
-        [float(np.sqrt((low + 1) * high)), float(bits[low:high].mean())]
-        for low, high in pairwise(bounds)
-    ]
+def _draw_costs(axes: Axes, result: Comparison) -> None:
+    axes.set_title("seconds to train")
+    for place, one in enumerate(result.contenders):
+        colour = GREY if one.name in SHORT_ONES else BLUE
+        axes.barh(place, one.train_seconds, height=0.5, color=colour)
+        memory = "" if one.memory_mib is None else f", {one.memory_mib / 1024:.1f} GiB"
+        axes.annotate(
+            f"{one.train_seconds:,.0f} s{memory}",
+            (one.train_seconds, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axes.margins(x=0.35)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from longspan.recipes import ablations, books, enwik8, memory, rivals, tiny
+from longspan.recipes import ablations, books, enwik8, finetuning, memory, rivals, tiny
+from longspan.train.finetuning import Finetuning
 from longspan.train.recipe import Recipe, unknown
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -39,10 +40,21 @@ STUDIES: dict[str, tuple[str, ...]] = {
 }
 
 
+# On examples rather than running text.
+FINETUNING: dict[str, Callable[[], Finetuning]] = {
+    "classify": finetuning.classify,
+    "hyperpartisan": finetuning.hyperpartisan,
+    "imdb": finetuning.imdb,
+    "spans": finetuning.spans,
+    "triviaqa": finetuning.triviaqa,
+    "cuad": finetuning.cuad,
+}
+
+
 def find(name: str) -> Recipe:
     """The recipe of this name, or an error with the nearest name there is."""
     if name not in RECIPES:
-        raise ValueError(unknown(f"recipe {name}", name, RECIPES))
+        raise ValueError(unknown(f"recipe {name}", name, {**RECIPES, **FINETUNING}))
     return RECIPES[name]()
 
 
@@ -55,4 +67,5 @@ def find_study(name: str) -> list[Recipe]:
 
 def summary(name: str) -> str:
     """The first line of a recipe's description."""
-    return (RECIPES[name].__doc__ or "").strip().partition("\n")[0]
+    made = RECIPES.get(name) or FINETUNING[name]
+    return (made.__doc__ or "").strip().partition("\n")[0]

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from longspan.models.decoder_config import LongspanDecoderConfig
 from longspan.models.sampling import Sampler
 from longspan.tasks.bits import bits, sliding_nats, streamed_nats
 from longspan.train.recipe import Evaluation, Phase, Recipe, unknown
-from longspan.train.task import Loss
+from longspan.train.task import BITS, Loss
 
 # Layers that learn from what earlier segments left them: segments then follow one another.
 _RECURRENT = ("xl", "compressive")
@@ -29,6 +30,8 @@ class CharLM:
 
     Everything that can be wrong with a recipe or its text is found here, before training.
     """
+
+    goal = BITS
 
     def __init__(self, recipe: Recipe, corpus: Corpus | None = None) -> None:
         _check(recipe)
@@ -82,6 +85,9 @@ class CharLM:
         sampler = Sampler(temperature=0.8, top_p=0.95, seed=self.recipe.seed)
         made = cast(LongspanForCausalLM, model).generate(prompt, 200, sampler)[0]
         return bytes(made.tolist()).decode("utf8", errors="replace")
+
+    def accompany(self, folder: Path) -> None:
+        """Nothing: bytes need no tokenizer."""
 
     def pack(self, state: DecoderState) -> dict[str, Tensor]:
         leaves, _ = pytree.tree_flatten(state)

@@ -39,6 +39,10 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf8"))
+
+
 def folder_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
@@ -75,7 +79,7 @@ def find(run: Path, which: str = "last") -> Path | None:
 
 
 def progress(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "progress.json").read_text(encoding="utf8"))
+    return read_json(folder / "progress.json")
 
 
 def optimizer_tensors(

@@ -26,16 +26,16 @@ from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
 from longspan.train.pace import Pace, due
 from longspan.train.progress import Bar, Metrics
-from longspan.train.recipe import Recipe
+from longspan.train.recipe import Plan
 from longspan.train.schedule import learning_rate
-from longspan.train.task import Task
+from longspan.train.task import BITS, Task
 
 # What an evaluation is entered with, beside its findings.
-_COUNTS = ("step", "characters", "training_seconds", "seconds")
+_COUNTS = ("step", "tokens", "training_seconds", "seconds")
 
 
 def train(
-    recipe: Recipe,
+    recipe: Plan,
     task: Task,
     run: Path,
     *,
@@ -85,7 +85,8 @@ def train(
     since, tokens, entered = time.monotonic(), 0, None
     place = _agree(accelerator, pace)
     reset_peak(accelerator.device)
-    with Bar(console, recipe, place, shown=main) as bar:
+    goal = task.goal
+    with Bar(console, recipe, place, shown=main, bits=goal is BITS) as bar:
         while place < recipe.steps:
             number, _ = recipe.at(place)
             phase = recipe.phases[number]
@@ -98,8 +99,10 @@ def train(
             torch.manual_seed(_seed(recipe.seed, pace.step, accelerator.process_index))
             rate = learning_rate(recipe, place)
             set_learning_rate(optimizers, rate)
+            read = 0
             for part, rows in enumerate(shares[number]):
                 batch, anew = task.batch(number, pace.inside, rows)
+                read += _tokens(batch) * accelerator.num_processes
                 batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
                 if anew:
                     states[part] = None
@@ -114,12 +117,11 @@ def train(
             for wrapped in prepared:
                 wrapped.step()
                 wrapped.zero_grad()
-            tokens += phase.batch * phase.length
-
             if pace.held:
                 float(losses[-1])  # waits for the device, which may have had to be compiled for
                 pace.go()
-            pace.advance()
+            pace.advance(read)
+            tokens += read
             done, after = pace.step, _agree(accelerator, pace)
             ends = after >= recipe.steps
             evaluates = ends or due(recipe.evaluation.every, place, after)
@@ -139,11 +141,11 @@ def train(
                     "step": done,
                     "phase": number,
                     "loss": nats,
-                    "bits_per_character": nats / math.log(2),
+                    **({BITS.name: nats / math.log(2)} if goal is BITS else {}),
                     "learning_rate": rate,
                     "gradient_norm": None if norm is None else float(norm),
                     "tokens_per_second": speed,
-                    "characters": pace.characters,
+                    "tokens": pace.tokens,
                     "training_seconds": pace.seconds,
                     "seconds": now - started,
                     "peak_mib": peak_mib(accelerator.device),
@@ -161,12 +163,13 @@ def train(
                 with accelerator.autocast():
                     found = task.evaluate(plain, "valid", limit)
                 model.train()
-                if best is None or found["bits_per_character"] < best["bits_per_character"]:
-                    best = {"step": done, "bits_per_character": found["bits_per_character"]}
+                value = found[goal.name]
+                if best is None or goal.is_better(value, best[goal.name]):
+                    best = {"step": done, goal.name: value}
                 if metrics is not None:
                     counts = {name: entry[name] for name in _COUNTS}
                     metrics.add({"split": "valid", **counts, **found})
-                bar.say(f"step {done}: valid {found['bits_per_character']:.4f} bits per character")
+                bar.say(f"step {done}: valid {value:.4f} {goal.in_words}")
             if samples:
                 with accelerator.autocast():
                     text = task.sample(plain)  # by every process: sharded weights need them all
@@ -191,7 +194,7 @@ def train(
     return found
 
 
-def _compiler(recipe: Recipe) -> TorchDynamoPlugin | None:
+def _compiler(recipe: Plan) -> TorchDynamoPlugin | None:
     if recipe.compile == "no":
         return None
     return TorchDynamoPlugin(
@@ -209,11 +212,17 @@ def _agree(accelerator: Accelerator, pace: Pace) -> float:
     return broadcast_object_list([pace.place])[0]
 
 
+def _tokens(batch: dict[str, torch.Tensor]) -> int:
+    """Real ones of a batch that is still on the CPU: padding does not count."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else int(mask.sum())
+
+
 def _seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
-def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> None:
+def _prepare_folder(recipe: Plan, run: Path, resume: bool) -> None:
     """Write the recipe down; a folder with another run in it is refused."""
     path = run / "recipe.json"
     wanted = json.loads(json.dumps(recipe.to_dict()))
@@ -236,7 +245,7 @@ def _prepare_folder(recipe: Recipe, run: Path, resume: bool) -> None:
     checkpoint.write_json(path, wanted)
 
 
-def _shares(recipe: Recipe, accelerator: Accelerator) -> list[list[range]]:
+def _shares(recipe: Plan, accelerator: Accelerator) -> list[list[range]]:
     """For each phase, the rows of a batch that fall to this process, in equal parts."""
     parts = accelerator.num_processes * recipe.accumulate
     shares = []
@@ -283,6 +292,7 @@ def _save(
     if accelerator.is_main_process:
         plain = accelerator.unwrap_model(owner, keep_torch_compile=False)
         plain.save_pretrained(temporary, state_dict=weights)
+        task.accompany(temporary)
         checkpoint.save_tensors(temporary / "optimizer.safetensors", moments)
         keep = {known["step"]} | ({known["best"]["step"]} if known["best"] else set())
         checkpoint.finish(folder, known, keep)

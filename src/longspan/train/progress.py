@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 from longspan.train.checkpoint import write_text
-from longspan.train.recipe import Recipe
+from longspan.train.recipe import Plan
 
 
 class Metrics:
@@ -53,8 +53,10 @@ class Metrics:
 class Bar:
     """Steps done, loss, bits per character, tokens per second and the time left."""
 
-    def __init__(self, console: Console, recipe: Recipe, begin: float, shown: bool) -> None:
-        self._phases = len(recipe.phases)
+    def __init__(
+        self, console: Console, recipe: Plan, begin: float, shown: bool, bits: bool = True
+    ) -> None:
+        self._phases, self._bits = len(recipe.phases), bits
         self._console, self._shown = console, shown
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -88,9 +90,8 @@ class Bar:
         fields: dict[str, Any] = {"steps": done}
         if nats is not None and speed is not None:
             where = f"phase {phase + 1}/{self._phases}  " if self._phases > 1 else ""
-            numbers = (
-                f"{where}loss {nats:.4f}  {nats / math.log(2):.4f} bpc  {_short(speed)} tokens/s"
-            )
+            bits = f"  {nats / math.log(2):.4f} bpc" if self._bits else ""
+            numbers = f"{where}loss {nats:.4f}{bits}  {_short(speed)} tokens/s"
             fields["numbers"] = numbers
             if self._shown and not self._console.is_terminal:
                 self._console.print(f"step {done}  {numbers}", highlight=False)

@@ -6,7 +6,7 @@ import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from longspan.data.text import Source
 
@@ -78,9 +78,42 @@ class Evaluation:
     limit: int = 500_000
 
 
+class Plan:
+    """What the loop reads of a recipe, whatever its task; `Recipe` explains the names."""
+
+    name: str
+    phases: tuple[Phase, ...]
+    optimizer: Optimizer
+    evaluation: Any  # with `every` and `limit`, as in `Evaluation`
+    precision: Literal["no", "bf16"]
+    accumulate: int
+    checkpointing: bool
+    compile: Literal["no", "model", "layers"]
+    minutes: float
+    log_every: int
+    save_every: int
+    sample_every: int
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def at(self, step: float) -> tuple[int, float]:
+        """The number of the phase that a step belongs to, and the step within it."""
+        for number, phase in enumerate(self.phases):
+            if step < phase.steps:
+                return number, step
+            step -= phase.steps
+        raise ValueError(f"the recipe has {self.steps} steps")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
+
+
 @dataclass(frozen=True)
-class Recipe:
-    """One run.
+class Recipe(Plan):
+    """One run of a language model.
 
     Args:
         name: of the recipe.
@@ -116,25 +149,13 @@ class Recipe:
     sample_every: int = 1000
     seed: int = 0
 
-    @property
-    def steps(self) -> int:
-        return sum(phase.steps for phase in self.phases)
 
-    def at(self, step: float) -> tuple[int, float]:
-        """The number of the phase that a step belongs to, and the step within it."""
-        for number, phase in enumerate(self.phases):
-            if step < phase.steps:
-                return number, step
-            step -= phase.steps
-        raise ValueError(f"the recipe has {self.steps} steps")
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+_Kind = TypeVar("_Kind", bound=Plan)
 
 
-def from_dict(values: Mapping[str, Any]) -> Recipe:
+def from_dict(values: Mapping[str, Any], kind: type[_Kind] = Recipe) -> _Kind:
     """A recipe from plain values, or an error that names what does not fit."""
-    return _fit(values, Recipe, "")
+    return _fit(values, kind, "")
 
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:
@@ -151,7 +172,7 @@ def parse(settings: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def change(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     """A recipe with some values replaced, e.g. {"phases.0.steps": 10, "model.hidden_size": 64}."""
     values = recipe.to_dict()
     for key, value in settings.items():
@@ -160,9 +181,9 @@ def change(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         for depth, name in enumerate(path):
             inside = inside[_place(inside, name, ".".join(path[: depth + 1]))]
         # Model settings and evaluation.attention are open: what is not given has a default.
-        is_open = path in (["model"], ["evaluation", "attention"])
+        is_open = path in (["model"], ["evaluation", "attention"], ["data", "columns"])
         inside[last if is_open else _place(inside, last, key)] = value
-    return from_dict(values)
+    return from_dict(values, type(recipe))
 
 
 def _place(inside: Any, name: str, key: str) -> Any:

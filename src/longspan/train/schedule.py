@@ -2,10 +2,10 @@
 
 import math
 
-from longspan.train.recipe import Recipe
+from longspan.train.recipe import Plan
 
 
-def learning_rate(recipe: Recipe, step: float) -> float:
+def learning_rate(recipe: Plan, step: float) -> float:
     """Of a step counted from 0, or of a place between two. Warm-up reaches the top in its last
     step."""
     optimizer = recipe.optimizer

@@ -1,5 +1,6 @@
 """What the training loop asks of a task."""
 
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -14,8 +15,24 @@ class Loss(NamedTuple):
     state: Any = None  # what the next step goes on from
 
 
+class Goal(NamedTuple):
+    """The measure by which a checkpoint is the best."""
+
+    name: str
+    in_words: str
+    lower_is_better: bool = False
+
+    def is_better(self, value: float, than: float) -> bool:
+        return value < than if self.lower_is_better else value > than
+
+
+BITS = Goal("bits_per_character", "bits per character", lower_is_better=True)
+
+
 class Task(Protocol):
     """Examples into batches, a model with its loss, and a measure of success."""
+
+    goal: Goal
 
     def build(self) -> PreTrainedModel:
         """A new model."""
@@ -32,11 +49,15 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: dict[str, Tensor], state: Any) -> Loss: ...
 
     def evaluate(self, model: PreTrainedModel, split: str, limit: int) -> dict[str, float]:
-        """Measures by name, "bits_per_character" among them; the lower that is, the better."""
+        """Measures by name, that of the goal among them."""
         ...
 
     def sample(self, model: PreTrainedModel) -> str:
         """Something to look at."""
+        ...
+
+    def accompany(self, folder: Path) -> None:
+        """Write into a checkpoint what is needed beside the weights to use them."""
         ...
 
     def pack(self, state: Any) -> dict[str, Tensor]: ...

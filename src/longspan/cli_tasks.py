@@ -1,0 +1,202 @@
+"""The commands of tasks on examples: the part of `train` that finetunes, and predict."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+commands = typer.Typer()
+
+_PANEL = "Finetuning on examples"
+
+
+def _option(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=_PANEL, **more)
+
+
+Model = Annotated[str | None, _option("What to start from: a folder, or a name on the hub.")]
+Valid = Annotated[str | None, _option("Validation examples; by default taken from the data.")]
+Test = Annotated[str | None, _option("Test examples; by default taken from the data.")]
+Text = Annotated[str | None, _option("The column of the text.")]
+Label = Annotated[str | None, _option("The column of the label.")]
+Question = Annotated[str | None, _option("The column of the question.")]
+Answers = Annotated[str | None, _option("The column of the answers.")]
+Several = Annotated[bool, _option("An example may have several labels, or none.")]
+TooLong = Annotated[
+    str | None, _option("What to do with documents beyond the model: refuse, split or head.")
+]
+Seeds = Annotated[int, _option("Runs, each with another seed; mean and deviation.", min=1)]
+
+
+def finetune(
+    name: str,
+    settings: dict[str, Any],
+    *,
+    data: Path | None,
+    run: Path,
+    resume: bool,
+    small: bool,
+    seeds: int,
+    console: Console,
+    columns: dict[str, str | None],
+    **given: Any,
+) -> None:
+    """Carry out a finetuning recipe with what the command line says of it."""
+    from longspan.recipes import FINETUNING
+    from longspan.tasks.finetune import finetune as carry_out
+    from longspan.tasks.finetune import finetune_seeds, make_task
+    from longspan.train.recipe import change
+
+    asked = {
+        "data.train": None if data is None else str(data),
+        "data.valid": given["valid"],
+        "data.test": given["test"],
+        "model.source": given["model"],
+        "too_long": given["too_long"],
+        "data.several": given["several"] or None,
+        **{f"data.columns.{column}": value for column, value in columns.items()},
+    }
+    recipe = FINETUNING[name]()
+    if small:
+        toy = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5, "precision": "no"}
+        recipe = change(recipe, toy)
+    chosen = {key: value for key, value in asked.items() if value is not None}
+    recipe = change(recipe, chosen | settings)
+    if seeds > 1:
+        found = finetune_seeds(make_task(recipe), run, seeds, resume=resume, console=console)
+        _show_spread(found, console)
+    else:
+        _show(carry_out(make_task(recipe), run, resume=resume, console=console), console)
+
+
+def _show(results: dict[str, Any], console: Console) -> None:
+    for split in ("valid", "test"):
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in results[split].items())
+        console.print(f"{split} ({results['checkpoint']}): {shown}", highlight=False)
+
+
+def _show_spread(found: dict[str, Any], console: Console) -> None:
+    for split in ("valid", "test"):
+        shown = ", ".join(
+            f"{name} {own['mean']:.4f} ± {own['deviation']:.4f}"
+            for name, own in found[split].items()
+        )
+        console.print(f"{split}, {len(found['seeds'])} seeds: {shown}", highlight=False)
+
+
+@commands.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    file: Annotated[str, typer.Argument(help="The rows to predict, with the columns of the run.")],
+    output: Annotated[
+        Path | None, typer.Option(help="JSON lines; RUN/predictions/FILE.jsonl by default.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an output that was cut short.")
+    ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    too_long: Annotated[
+        str | None, typer.Option(help="refuse, split or head; as the run has it by default.")
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
+) -> None:
+    """Predict every row of a table, in its order, as JSON lines; a killed one can be resumed."""
+    from transformers.utils import logging
+
+    from longspan.tasks.predict import Pipeline, predict_file
+
+    logging.disable_progress_bar()
+    console = Console()
+    for option, value, allowed in (
+        ("--checkpoint", checkpoint, ("best", "last")),
+        ("--too-long", too_long, (None, "refuse", "split", "head")),
+    ):
+        if value not in allowed:
+            known = ", ".join(name for name in allowed if name)
+            raise typer.BadParameter(f"{option} {value}: choose from {known}")
+    target = output or run / "predictions" / f"{Path(file).name.split('.')[0]}.jsonl"
+    policy: Any = too_long
+    try:
+        use = Pipeline(run, which=checkpoint, too_long=policy)
+        with console.status("predicting ...") as status:
+            count = predict_file(
+                use,
+                file,
+                target,
+                resume=resume,
+                batch=batch,
+                progress=lambda done: status.update(f"{done:,} rows"),
+            )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command with --resume goes on with {target}")
+        raise typer.Exit(130) from None
+    console.print(f"{count:,} rows in {target}", highlight=False, soft_wrap=True)
+
+
+@commands.command()
+def compare(
+    data: Annotated[Path, typer.Option(help="The examples: CSV, TSV, JSON lines or Parquet.")],
+    model: Annotated[str, typer.Option(help="What to start from: a folder, or a hub name.")],
+    task: Annotated[str, typer.Option(help="classify or spans.")] = "classify",
+    valid: Valid = None,
+    test: Test = None,
+    text: Text = None,
+    label: Label = None,
+    question: Question = None,
+    answers: Answers = None,
+    several: Several = False,
+    length: Annotated[int, typer.Option(min=32, help="Tokens that count as long.")] = 4096,
+    short: Annotated[int, typer.Option(min=16, help="Tokens that count as short.")] = 512,
+    seeds: Seeds = 1,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value of the recipe, e.g. epochs=5; may be repeated."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="A folder; what is in it already is not done again.")
+    ] = Path("runs/compare"),
+) -> None:
+    """Does this data need long context?
+
+    Finetunes one checkpoint with the same examples in four ways (first tokens only, chunk and pool,
+    long with windows only, long with global tokens) and says which to take.
+    """
+    from transformers.utils import logging
+
+    from longspan.analyze.comparison import draw, table
+    from longspan.recipes import FINETUNING
+    from longspan.tasks.compare import compare as carry_out
+    from longspan.train.recipe import change, parse
+
+    logging.disable_progress_bar()
+    if task not in ("classify", "spans"):
+        raise typer.BadParameter(f"--task {task}: choose from classify, spans")
+    console = Console()
+    console = console if console.is_terminal else Console(width=120)
+    columns = {"text": text, "label": label, "question": question, "answers": answers}
+    asked = {
+        "data.train": str(data),
+        "data.valid": valid,
+        "data.test": test,
+        "data.several": several or None,
+        "model.source": model,
+        "model.length": length,
+        "too_long": "split",
+        **{f"data.columns.{column}": value for column, value in columns.items()},
+    }
+    chosen = {key: value for key, value in asked.items() if value is not None}
+    try:
+        recipe = change(FINETUNING[task](), chosen | parse(setting or []))
+        result = carry_out(recipe, output, short=short, seeds=seeds, console=console)
+    except (ValueError, OSError, FloatingPointError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command goes on with {output}")
+        raise typer.Exit(130) from None
+    written = draw(result, output / "compare")
+    console.print(table(result))
+    console.print(result.advice, highlight=False)
+    console.print(f"wrote {output / 'compare.json'}, {written[0]}", highlight=False, soft_wrap=True)

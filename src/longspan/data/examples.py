@@ -1,0 +1,131 @@
+"""Examples for a task: which file and columns they come from, and how they are split."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from longspan.data.tables import Row, read_rows
+
+Example = TypeVar("Example")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Where examples come from.
+
+    Args:
+        train, valid, test: files, or data sets on the hub, see `read_rows`. A split without a file
+            of its own is taken from the training examples.
+        columns: what the task calls a value -> the column it is in.
+        several: whether an example may have several labels, or none.
+        separator: between the labels of an example with several, where they come as text.
+        positive: of two labels, the one whose F1 is measured.
+        valid_share, test_share: of the training examples, for splits without a file.
+        split_seed: of that choice; it stays when the seed of a run changes.
+        limit: examples to keep of each split; 0 = all.
+    """
+
+    train: str | None = None
+    valid: str | None = None
+    test: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    several: bool = False
+    separator: str = ","
+    positive: str | None = None
+    valid_share: float = 0.1
+    test_share: float = 0.1
+    split_seed: int = 0
+    limit: int = 0
+
+
+class Splits(NamedTuple, Generic[Example]):
+    train: list[Example]
+    valid: list[Example]
+    test: list[Example]
+
+
+class Skips:
+    """What was left out, counted by reason, with the first places."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, reason: str, where: str) -> None:
+        self._counts[reason] = self._counts.get(reason, 0) + 1
+        places = self._found.setdefault(reason, [])
+        if len(places) < 3:
+            places.append(where)
+
+    def __len__(self) -> int:
+        return sum(self._counts.values())
+
+    def lines(self) -> list[str]:
+        """A line for each reason: "skipped 4, the text is empty: a.csv, line 3; ..."."""
+        return [
+            f"skipped {count:,}, {reason}: {'; '.join(self._found[reason])}"
+            + ("; ..." if count > len(self._found[reason]) else "")
+            for reason, count in self._counts.items()
+        ]
+
+
+def read_examples(
+    source: Examples, understand: Callable[[Row], Iterator[Example]]
+) -> Splits[Example]:
+    """All examples of a source; `understand` makes any number of them of a row.
+
+    A row's examples stay in one split: questions about a document that is trained on would not
+    measure anything.
+    """
+    if source.train is None:
+        raise ValueError("there is nothing to train on: give --data FILE")
+    rows = _read(source.train, understand)
+    order = np.random.default_rng(source.split_seed).permutation(len(rows))
+    parts = {}
+    for name in ("valid", "test"):
+        path, share = getattr(source, name), getattr(source, f"{name}_share")
+        if path is not None:
+            parts[name] = _read(path, understand)
+            continue
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"data.{name}_share={share}: a share between 0 and 1, or give a file")
+        count = max(1, round(share * len(rows)))
+        taken, order = order[:count], order[count:]
+        parts[name] = [rows[place] for place in sorted(taken)]
+    kept = {"train": [rows[place] for place in sorted(order)], **parts}
+    limit = source.limit or None
+    splits = Splits(
+        *([one for row in kept[name] for one in row][:limit] for name in Splits._fields)
+    )
+    for name, found in splits._asdict().items():
+        if not found:
+            own = None if name == "train" else getattr(source, name)
+            raise ValueError(
+                f"{own or source.train} leaves no example for {name}"
+                + ("" if own else f": {len(rows)} rows are too few")
+            )
+    return splits
+
+
+def _read(path: str, understand: Callable[[Row], Iterator[Example]]) -> list[list[Example]]:
+    """The examples of each row that has any."""
+    return [found for row in read_rows(path) if (found := list(understand(row)))]
+
+
+class Order:
+    """Which examples a step takes: a function of the step alone, in another order each pass."""
+
+    def __init__(self, count: int, batch: int, seed: int) -> None:
+        self.count, self.batch, self.seed = count, batch, seed
+        self._known: tuple[int, np.ndarray] | None = None
+
+    def take(self, step: int, rows: range) -> list[int]:
+        return [self._place(step * self.batch + row) for row in rows]
+
+    def _place(self, index: int) -> int:
+        epoch, place = divmod(index, self.count)
+        if self._known is None or self._known[0] != epoch:
+            self._known = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return int(self._known[1][place])

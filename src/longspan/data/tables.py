@@ -1,0 +1,178 @@
+"""Rows of a table, one at a time: CSV, TSV, JSON lines, Parquet, SQuAD's JSON, or a hub data set.
+
+Nothing is read ahead, so a file may be larger than memory. Every row knows where it came from, and
+whoever finds fault with it can say so.
+"""
+
+import csv
+import gzip
+import json
+import lzma
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HUB = "hub:"
+_OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
+_ENDINGS = ".csv, .tsv, .jsonl (each also .xz or .gz), .parquet, .json in SQuAD's form"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The values of a row by column, and where it stands: "reviews.csv, line 12"."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def get(self, column: str) -> Any:
+        """The value in a column, or an error that names the columns there are."""
+        if column not in self.values:
+            raise ValueError(
+                f"{self.where}: there is no column {column!r}; there are "
+                f"{', '.join(map(repr, self.values)) or 'none'}"
+            )
+        return self.values[column]
+
+    def text(self, column: str) -> str:
+        value = self.get(column)
+        if not isinstance(value, str):
+            raise ValueError(f"{self.where}, column {column!r}: expected text, found {value!r:.60}")
+        return value
+
+
+def read_rows(source: str | Path) -> Iterator[Row]:
+    """The rows of a file, or of `hub:NAME`, `hub:NAME#SPLIT` where `datasets` is installed."""
+    if str(source).startswith(HUB):
+        yield from _hub(str(source).removeprefix(HUB))
+        return
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; a data set on the hub is given as {HUB}NAME")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give a file: {_ENDINGS}")
+    kind = (path.with_suffix("") if path.suffix in _OPENERS else path).suffix.lower()
+    readers = {
+        ".csv": lambda: _delimited(path, ","),
+        ".tsv": lambda: _delimited(path, "\t"),
+        ".jsonl": lambda: _json_lines(path),
+        ".parquet": lambda: _parquet(path),
+        ".json": lambda: _squad(path),
+    }
+    if kind not in readers:
+        raise ValueError(f"{path}: {path.suffix or 'no ending'} is none of {_ENDINGS}")
+    yield from readers[kind]()
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines with their ends, decoded one by one so that a wrong byte has a line to its name."""
+    with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path}, line {number}: not UTF-8 (byte {error.start + 1} is "
+                        f"0x{line[error.start]:02x}); save the file as UTF-8, e.g. with "
+                        "iconv -f latin1 -t utf8"
+                    ) from None
+        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"{path} is damaged or cut off: {error}") from None
+
+
+def _delimited(path: Path, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(2**31 - 1)  # a document is larger than what Python allows a cell
+    table = csv.reader(_lines(path), delimiter=delimiter, strict=True)
+    begin = 1
+    try:
+        header = next(table, None)
+        if not header:
+            raise ValueError(f"{path} is empty: its first line should name the columns")
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise ValueError(f"{path}, line 1: two columns are called {twice[0]!r}")
+        begin = table.line_num + 1
+        for cells in table:
+            if cells:  # a blank line is no row
+                if len(cells) != len(header):
+                    raise ValueError(
+                        f"{path}, line {begin}: {len(cells)} cells for {len(header)} columns; "
+                        "text with line breaks, quotes or the delimiter has to be quoted"
+                    )
+                yield Row(f"{path}, line {begin}", dict(zip(header, cells, strict=True)))
+            begin = table.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {begin}: {error}") from None
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}, line {number}: not a JSON object but {values!r:.60}")
+        yield Row(f"{path}, line {number}", values)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"{path}: Parquet is read by pyarrow, which is not installed: pip install pyarrow, "
+            "or save the table as JSON lines"
+        ) from None
+    try:
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=64):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}, row {number}", values)
+    except ArrowException as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def _squad(path: Path) -> Iterator[Row]:
+    """A row for each paragraph: its "text", and its questions in "qas"."""
+    text = "".join(_lines(path))
+    try:
+        content = json.loads(text)
+        for article, one in enumerate(content["data"]):
+            for place, paragraph in enumerate(one["paragraphs"]):
+                values = {"text": paragraph["context"], "qas": paragraph["qas"]}
+                yield Row(f"{path}, article {article}, paragraph {place}", values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not in SQuAD's form, data > paragraphs > context and qas ({error!r}); "
+            "one object per line goes into a .jsonl"
+        ) from None
+
+
+def _hub(name: str) -> Iterator[Row]:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"{HUB}{name}: data sets on the hub are read by datasets, which is not installed: "
+            "pip install datasets, or give a file"
+        ) from None
+    name, _, split = name.partition("#")
+    table = load_dataset(name, split=split or "train", streaming=True)
+    # Classes come as numbers; their names say more.
+    named = {
+        column: feature.int2str
+        for column, feature in (table.features or {}).items()
+        if hasattr(feature, "int2str")
+    }
+    for number, values in enumerate(table, start=1):
+        known = {
+            column: named[column](value) if column in named and value is not None else value
+            for column, value in values.items()
+        }
+        yield Row(f"{HUB}{name}, row {number}", known)

@@ -1,0 +1,82 @@
+"""Finetuning on documents: Longformer's published settings, and a start for files of your own.
+
+What was published without being exact is decided here: two labels are told apart by a softmax over
+two scores, where the paper has binary cross-entropy on one, which is the same model; and IMDB's
+validation examples are a twentieth of its training examples.
+"""
+
+from longspan.data.examples import Examples
+from longspan.train.finetuning import Answers, Checks, Finetuning, Start
+
+
+def classify() -> Finetuning:
+    """Labels of your documents: --data FILE --text COLUMN --label COLUMN --model FOLDER."""
+    return Finetuning(name="classify", task="classify", measure="macro_f1", epochs=5.0, batch=16)
+
+
+def hyperpartisan() -> Finetuning:
+    """Hyperpartisan news as published: 80/10/10, F1, five seeds by --seeds 5; 94.8 in the paper."""
+    return Finetuning(
+        name="hyperpartisan",
+        task="classify",
+        measure="f1",
+        data=Examples(positive="true"),
+        epochs=15.0,
+        too_long="head",
+    )
+
+
+def imdb() -> Finetuning:
+    """IMDB reviews as published: --data TRAIN --test TEST, accuracy; 95.7 in the paper."""
+    return Finetuning(
+        name="imdb",
+        task="classify",
+        measure="accuracy",
+        data=Examples(valid_share=0.05),
+        epochs=15.0,
+        too_long="head",
+        evaluation=Checks(batch=64),
+    )
+
+
+def spans() -> Finetuning:
+    """Answers in your documents: --data FILE --text, --question and --answers COLUMN --model."""
+    return Finetuning(
+        name="spans",
+        task="spans",
+        measure="best_f1",
+        epochs=3.0,
+        batch=8,
+        too_long="split",
+        overlap=128,
+    )
+
+
+def triviaqa() -> Finetuning:
+    """TriviaQA as published, from rows of text, question, answers and id; F1 75.2 in the paper."""
+    return Finetuning(
+        name="triviaqa",
+        task="spans",
+        measure="f1",
+        answers=Answers(longest=30, best=20, threshold=-1e9, style="triviaqa"),
+        epochs=5.0,
+        warmup=1000.0,
+        too_long="head",
+    )
+
+
+def cuad() -> Finetuning:
+    """Clauses of contracts: several right spans or none, whole contracts in pieces of 4,096."""
+    return Finetuning(
+        name="cuad",
+        task="spans",
+        measure="best_f1",
+        model=Start(length=4096),
+        answers=Answers(longest=256, best=20),
+        epochs=2.0,
+        batch=16,
+        accumulate=8,  # a contract may have 100,000 tokens
+        too_long="split",
+        overlap=256,
+        evaluation=Checks(batch=4, limit=500),
+    )

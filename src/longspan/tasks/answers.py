@@ -1,0 +1,145 @@
+"""Answers chosen among scored tokens, and measured."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.tasks.measures import Style, answer_scores
+from longspan.tasks.questions import Question
+
+
+class Answer(NamedTuple):
+    """Characters start:stop of a text; `margin` is how much better it is than no answer."""
+
+    text: str
+    start: int
+    stop: int
+    margin: float
+    probability: float
+
+
+class Found(NamedTuple):
+    """What was found for one question."""
+
+    candidates: list[tuple[int, int, float]]  # first and last token, score; the best first
+    nothing: float  # the score of no answer
+    total: float  # of everything there is, to make probabilities of scores
+
+    def best(self, text: str, offsets: np.ndarray) -> Answer:
+        return self.answers(text, offsets)[0]
+
+    def answers(self, text: str, offsets: np.ndarray) -> list[Answer]:
+        """As characters, without white space around them; each once."""
+        made: dict[tuple[int, int], Answer] = {}
+        for first, last, score in self.candidates:
+            start, stop = int(offsets[first, 0]), int(offsets[last, 1])
+            words = text[start:stop]
+            start += len(words) - len(words.lstrip())
+            stop = start + len(words.strip())
+            probability = float(np.exp(min(0.0, score - self.total)))
+            answer = Answer(text[start:stop], start, stop, score - self.nothing, probability)
+            made.setdefault((start, stop), answer)
+        return list(made.values())
+
+    def describe(self, text: str, offsets: np.ndarray, threshold: float) -> dict[str, Any]:
+        found = [
+            {
+                "text": one.text,
+                "start": one.start,
+                "end": one.stop,
+                "margin": one.margin,
+                "probability": one.probability,
+            }
+            for one in self.answers(text, offsets)
+        ]
+        best = found[0]
+        answered = best["margin"] > threshold
+        span = {"start": best["start"], "end": best["end"]} if answered else {}
+        return {"answer": best["text"] if answered else "", **span, "candidates": found}
+
+
+def best_answers(
+    start: Tensor, end: Tensor, longest: int, count: int
+) -> list[tuple[int, int, float]]:
+    """(first, last, score) of the `count` best answers of at most `longest` tokens, out of all."""
+    reach = min(longest, len(start))
+    padded = torch.cat([end, end.new_full((reach - 1,), -torch.inf)])
+    scores = start[:, None] + padded.unfold(0, reach, 1)  # [start, length - 1]
+    found, place = scores.flatten().topk(min(count, scores.numel()))
+    return [
+        (at // reach, at // reach + at % reach, score)
+        for at, score in zip(place.tolist(), found.tolist(), strict=True)
+        if score > -np.inf
+    ]
+
+
+def measure(
+    questions: Sequence[Question], answers: Sequence[Answer], style: Style, threshold: float
+) -> dict[str, float]:
+    """Exact match and F1, over all questions and over those with and without an answer.
+
+    In TriviaQA's style the best answer of all documents that share a question's id is taken.
+    """
+    pairs = list(zip(questions, answers, strict=True))
+    if style == "triviaqa":
+        pairs = _by_question(pairs)
+    each = scores([one for one, _ in pairs], [own for _, own in pairs], style, threshold)
+    has = np.array([bool(question.right) for question, _ in pairs])
+    found = {"exact": float(each[:, 0].mean()), "f1": float(each[:, 1].mean())}
+    for name, chosen in (("answerable", has), ("unanswerable", ~has)):
+        if chosen.any():
+            found[f"f1_{name}"] = float(each[chosen, 1].mean())
+    return found
+
+
+def scores(
+    questions: Sequence[Question], answers: Sequence[Answer], style: Style, threshold: float
+) -> np.ndarray:
+    """[questions, 2]: exact match and F1 of each."""
+    return np.array(
+        [
+            answer_scores(own.text if own.margin > threshold else "", question.right, style)
+            for question, own in zip(questions, answers, strict=True)
+        ]
+    )
+
+
+def best_threshold(questions: Sequence[Question], answers: Sequence[Answer], style: Style) -> float:
+    """The margin at which F1 is highest when all answers below it are withheld; of several equally
+    good ones, that nearest to 0."""
+    gains = []
+    for question, own in zip(questions, answers, strict=True):
+        given = answer_scores(own.text, question.right, style)[1]
+        gains.append(given - answer_scores("", question.right, style)[1])
+    margins = np.array([own.margin for own in answers])
+    order = np.argsort(-margins, kind="stable")
+    total = np.concatenate([[0.0], np.cumsum(np.array(gains)[order])])
+    bounds = np.concatenate([[np.inf], margins[order], [-np.inf]])
+    found = []
+    for answered in np.flatnonzero(total == total.max()):
+        above, below = bounds[answered], bounds[answered + 1]
+        if below <= 0.0 < above:
+            return 0.0
+        if below < above:
+            ends = [end for end in (below, above) if np.isfinite(end)]
+            middle = (
+                sum(ends) / 2 if len(ends) == 2 else ends[0] + (1.0 if above == np.inf else -1.0)
+            )
+            found.append(float(middle))
+    return min(found, key=abs)
+
+
+def _by_question(pairs: list[tuple[Question, Answer]]) -> list[tuple[Question, Answer]]:
+    """One pair for each id: the likeliest answer, and the right answers of all its documents."""
+    groups: dict[str, list[tuple[Question, Answer]]] = {}
+    for question, own in pairs:
+        groups.setdefault(question.id, []).append((question, own))
+    made = []
+    for group in groups.values():
+        question, own = max(group, key=lambda pair: pair[1].margin)
+        right = tuple(dict.fromkeys(text for one, _ in group for text in one.right))
+        made.append((question._replace(right=right), own))
+    return made

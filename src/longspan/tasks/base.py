@@ -1,0 +1,68 @@
+"""What tasks on examples have in common."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longspan.train.finetuning import Finetuning, check
+from longspan.train.recipe import Phase
+
+
+class ExampleTask:
+    """Examples that were read and tokenised once, for one recipe or several.
+
+    A subclass has `_settle`, which takes a recipe for the examples it has, `sheet` and `mark`.
+    """
+
+    recipe: Finetuning
+    tokenizer: Any
+
+    def _settle(self, recipe: Finetuning) -> None:
+        raise NotImplementedError
+
+    def sheet(self, model: Any, split: str) -> np.ndarray:
+        """[examples, columns]: what each example adds to the measure."""
+        raise NotImplementedError
+
+    def mark(self, sheet: np.ndarray) -> float:
+        """The recipe's measure over the rows of a sheet, all of them or a choice."""
+        raise NotImplementedError
+
+    def again(self, recipe: Finetuning) -> Self:
+        """The same task by another recipe with the same data and tokenizer."""
+        if (recipe.data, recipe.model.source) != (self.recipe.data, self.recipe.model.source):
+            raise ValueError(
+                "another recipe for the same examples: data and model must be the same"
+            )
+        check(recipe)
+        made = copy.copy(self)
+        made._settle(recipe)
+        return made
+
+    def enter(self, model: PreTrainedModel, phase: Phase) -> None:
+        """One phase, one set-up."""
+
+    def accompany(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    def pack(self, state: Any) -> dict[str, Tensor]:
+        """Nothing: steps do not build on one another."""
+        return {}
+
+    def unpack(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> Any:
+        return None
+
+
+def check_recipe(recipe: Finetuning, measures: Sequence[str]) -> str:
+    """The checkpoint to start from; an error if the recipe cannot be carried out."""
+    check(recipe)
+    if recipe.measure not in measures:
+        raise ValueError(f"measure={recipe.measure}: choose from {', '.join(measures)}")
+    if recipe.model.source is None:
+        raise ValueError("there is no model to start from: give --model FOLDER or a hub name")
+    return recipe.model.source

@@ -1,0 +1,105 @@
+"""A finetuning recipe carried out, and the results of it: one run, or one for each seed."""
+
+import statistics
+from dataclasses import replace
+from os import environ
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import autocast, bfloat16
+
+from longspan.models import LongspanForQuestionAnswering, LongspanForSequenceClassification
+from longspan.tasks.classify import Classifier, Classify
+from longspan.tasks.spans import Finder, Spans
+from longspan.train import checkpoint
+from longspan.train.finetuning import Finetuning
+from longspan.train.loop import train
+
+# By the name of a task: how it is trained, how it predicts, its model.
+TASKS: dict[str, tuple[Any, Any, Any]] = {
+    "classify": (Classify, Classifier, LongspanForSequenceClassification),
+    "spans": (Spans, Finder, LongspanForQuestionAnswering),
+}
+
+
+def make_task(recipe: Finetuning) -> Any:
+    """The task of a recipe, its examples read."""
+    return TASKS[recipe.task][0](recipe)
+
+
+def finetune(
+    task: Any, run: Path, *, resume: bool = False, console: Console | None = None
+) -> dict[str, Any]:
+    """Train in the folder `run`, then score the test examples with the best checkpoint.
+
+    Returns and writes (`results.json`) the measures on validation and test examples.
+    """
+    console = console or Console()
+    for note in task.notes():
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
+    train(task.recipe, task, run, resume=resume, console=console)
+    folder = checkpoint.find(run, "best")
+    assert folder is not None
+    model = load_model(task.recipe, folder)
+    with half(task.recipe, model):
+        found = {split: task.evaluate(model, split) for split in ("valid", "test")}
+    results = {"checkpoint": folder.name, **found, "notes": task.notes()}
+    if environ.get("RANK", "0") == "0":  # of several processes, one writes
+        checkpoint.write_json(run / "results.json", results)
+    return results
+
+
+def finetune_seeds(
+    task: Any,
+    run: Path,
+    seeds: int,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """A run for each seed from the recipe's on, in RUN/seed-N, and their mean and deviation.
+
+    With `resume`, runs that have results are not done again.
+    """
+    console = console or Console()
+    found, recipe = {}, task.recipe
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        folder = run / f"seed-{seed}"
+        if resume and (folder / "results.json").exists():
+            found[seed] = checkpoint.read_json(folder / "results.json")
+            continue
+        console.print(f"seed {seed}, into {folder}", highlight=False, soft_wrap=True)
+        again = resume and (folder / "recipe.json").exists()
+        own = task.again(replace(recipe, seed=seed))
+        found[seed] = finetune(own, folder, resume=again, console=console)
+    summary = {"seeds": sorted(found)} | {
+        split: spread([one[split] for one in found.values()]) for split in ("valid", "test")
+    }
+    if environ.get("RANK", "0") == "0":
+        checkpoint.write_json(run / "summary.json", summary)
+    return summary
+
+
+def spread(measures: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Mean and sample standard deviation of each measure."""
+    return {
+        name: {
+            "mean": statistics.fmean(one[name] for one in measures),
+            "deviation": statistics.stdev(one[name] for one in measures)
+            if len(measures) > 1
+            else 0.0,
+        }
+        for name in measures[0]
+    }
+
+
+def load_model(recipe: Finetuning, folder: Path) -> Any:
+    """The model of a checkpoint, ready to predict, on the GPU if there is one."""
+    model = TASKS[recipe.task][2].from_pretrained(folder).eval()
+    return model.to("cuda") if torch.cuda.is_available() else model
+
+
+def half(recipe: Finetuning, model: Any) -> Any:
+    return autocast(model.device.type, bfloat16, enabled=recipe.precision == "bf16")

@@ -1,0 +1,74 @@
+"""Measures of success, as the usual libraries and official scripts compute them."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+Style = Literal["squad", "triviaqa"]
+
+
+def label_measures(
+    right: np.ndarray, found: np.ndarray, *, several: bool = False, positive: int | None = None
+) -> dict[str, float]:
+    """Accuracy and F1 of labels, both [examples, labels] of 0 and 1, as scikit-learn has them.
+
+    "accuracy" asks for all labels of an example; "macro_f1" is the mean over labels (those that
+    occur, unless an example may have several), "micro_f1" counts all labels together; "f1" is that
+    of the `positive` label.
+    """
+    right, found = right.astype(bool), found.astype(bool)
+    true = (right & found).sum(axis=0)
+    wrong = (right ^ found).sum(axis=0)  # false positives and false negatives
+    total = 2 * true + wrong
+    each = np.divide(2 * true, total, out=np.zeros(len(total)), where=total > 0)
+    measures = {
+        "accuracy": float((right == found).all(axis=1).mean()),
+        "macro_f1": float(each.mean() if several else each[total > 0].mean()),
+        "micro_f1": float(2 * true.sum() / total.sum()) if total.sum() else 0.0,
+    }
+    if positive is not None:
+        measures["f1"] = float(each[positive])
+    return measures
+
+
+def normalize(answer: str, style: Style = "squad") -> str:
+    """Lower case, without punctuation, articles and extra white space.
+
+    SQuAD's script deletes punctuation; TriviaQA's puts spaces in its place, also for quotation
+    marks beyond ASCII.
+    """
+    answer = answer.lower()
+    if style == "squad":
+        answer = "".join(c for c in answer if c not in string.punctuation)
+    else:
+        answer = "".join(" " if c in f"{string.punctuation}‘’´`" else c for c in answer)  # noqa: RUF001
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
+
+
+def exact(found: str, right: str, style: Style = "squad") -> float:
+    return float(normalize(found, style) == normalize(right, style))
+
+
+def word_f1(found: str, right: str, style: Style = "squad") -> float:
+    """F1 of the words of two answers; an empty one means that there is none."""
+    mine, theirs = normalize(found, style).split(), normalize(right, style).split()
+    if not mine or not theirs:
+        return float(mine == theirs)
+    common = sum((Counter(mine) & Counter(theirs)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(mine), common / len(theirs)
+    return 2 * precision * recall / (precision + recall)
+
+
+def answer_scores(found: str, right: Sequence[str], style: Style = "squad") -> tuple[float, float]:
+    """(exact match, F1) with the closest of the right answers; no right answer means none."""
+    kept = [one for one in right if normalize(one, style)] or [""]
+    return (
+        max(exact(found, one, style) for one in kept),
+        max(word_f1(found, one, style) for one in kept),
+    )

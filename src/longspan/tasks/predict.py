@@ -1,0 +1,143 @@
+"""A finetuned run put to use: on values in Python, or on a file, row by row."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from longspan.data.tables import Row, read_rows
+from longspan.tasks.finetune import TASKS, half, load_model
+from longspan.tasks.start import load_tokenizer
+from longspan.train import checkpoint
+from longspan.train.finetuning import Finetuning, TooLong
+from longspan.train.recipe import from_dict
+
+
+class Pipeline:
+    """A run's best checkpoint, called with what its task needs.
+
+    >>> classify = longspan.pipeline("runs/hyperpartisan")
+    >>> classify("The walls are closing in ...")["label"]
+    >>> find = longspan.pipeline("runs/cuad")
+    >>> find(contract, question="Governing Law")["answer"]
+    """
+
+    def __init__(
+        self, run: str | Path, *, which: str = "best", too_long: TooLong | None = None
+    ) -> None:
+        run = Path(run)
+        self.recipe, folder = find_run(run, which)
+        if too_long is not None:
+            self.recipe = replace(self.recipe, too_long=too_long)
+        self.model = load_model(self.recipe, folder)
+        self.task = TASKS[self.recipe.task][1](self.recipe, load_tokenizer(folder))
+        results = run / "results.json"
+        if results.exists() and self.recipe.answers.threshold is None:
+            # Where training found no answer to be the better one.
+            self.task.threshold = checkpoint.read_json(results)["valid"].get("threshold", 0.0)
+
+    def __call__(self, text: str, question: str | None = None) -> dict[str, Any]:
+        given = {"text": text} | ({} if question is None else {"question": question})
+        columns = self.recipe.data.columns
+        missing = [name for name in self.task.needs if name not in given]
+        if missing:
+            raise ValueError(f"{self.recipe.task} needs {' and '.join(missing)}")
+        values = {columns.get(name, name): value for name, value in given.items()}
+        return self.rows([Row("the input", values)])[0]
+
+    def rows(self, rows: list[Row]) -> list[dict[str, Any]]:
+        with half(self.recipe, self.model):
+            return self.task.predict(self.model, rows)
+
+
+def pipeline(run: str | Path, *, which: str = "best", too_long: TooLong | None = None) -> Pipeline:
+    """A finetuned run, ready to be called; `which` of its checkpoints: "best" or "last"."""
+    return Pipeline(run, which=which, too_long=too_long)
+
+
+def find_run(run: Path, which: str) -> tuple[Finetuning, Path]:
+    """A run's recipe, and the folder of its last or best checkpoint."""
+    path = run / "recipe.json"
+    if not path.exists():
+        seeds = sorted(folder.name for folder in run.glob("seed-*"))
+        hint = f"; there are {', '.join(seeds)} in it" if seeds else ""
+        raise ValueError(f"{run} holds no run: there is no recipe.json{hint}")
+    values = checkpoint.read_json(path)
+    if values.get("task") not in TASKS:
+        raise ValueError(f"{run} holds a language model, which labels nothing: longspan generate")
+    folder = checkpoint.find(run, which)
+    if folder is None:
+        raise ValueError(f"{run} has no checkpoint yet")
+    return from_dict(values, Finetuning), folder
+
+
+def predict_file(
+    use: Pipeline,
+    source: str | Path,
+    output: Path,
+    *,
+    resume: bool = False,
+    batch: int = 8,
+    progress: Callable[[int], object] | None = None,
+) -> int:
+    """Predictions for every row of a table, as JSON lines in its order; returns how many.
+
+    Each line has the row's number from 0, its id if it has one, and what was predicted. Rows are
+    read as they are needed. A file that a kill cut short is gone on with by `resume`.
+    """
+    done = _done(output, resume)
+    rows = _questions(source, use.recipe.data.columns)
+    passed = sum(1 for _ in islice(rows, done))
+    if passed < done:
+        raise ValueError(
+            f"{output} has {done} lines, {source} only {passed} rows: is it another's?"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a", encoding="utf8") as file:
+        while group := list(islice(rows, batch)):
+            for row, found in zip(group, use.rows(group), strict=True):
+                known = {"id": row.values["id"]} if row.values.get("id") is not None else {}
+                line = {"row": done, **known, **found}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                done += 1
+            file.flush()
+            if progress is not None:
+                progress(done)
+    return done
+
+
+def _questions(source: str | Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Rows; one that holds several questions about its text becomes several."""
+    nested = columns.get("qas", "qas")
+    for row in read_rows(source):
+        asked = row.values.get(nested)
+        if not isinstance(asked, list):
+            yield row
+            continue
+        for place, one in enumerate(asked):
+            own = {**row.values, columns.get("question", "question"): one.get("question")}
+            number = f"{row.values.get('id', row.where)}#{place}"
+            own["id"] = one.get("id", number)
+            yield Row(f"{row.where}, question {place}", own)
+
+
+def _done(output: Path, resume: bool) -> int:
+    """How many whole lines there are already; half a line is taken away."""
+    if not output.exists():
+        return 0
+    if not resume:
+        raise ValueError(
+            f"{output} exists already: --resume goes on with it, --output names another"
+        )
+    whole = lines = 0
+    with output.open("rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            whole, lines = whole + len(line), lines + 1
+        file.truncate(whole)
+        os.fsync(file.fileno())
+    return lines

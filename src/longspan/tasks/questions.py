@@ -1,0 +1,118 @@
+"""Questions about a text with their right answers, in the forms that data sets have them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from longspan.data.examples import Skips
+from longspan.data.tables import Row
+from longspan.tasks.embed import Span
+
+
+class Question(NamedTuple):
+    """A question, the characters start:stop of every right answer, and what counts as right.
+
+    Nothing right means that there is no answer.
+    """
+
+    id: str
+    text: str
+    question: str
+    spans: tuple[Span, ...]
+    right: tuple[str, ...]
+
+
+def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterator[Question]:
+    """The questions of a row: several in a column "qas" (CUAD, SQuAD), or one by itself.
+
+    Answers are objects with "text" and "start" or "answer_start"; SQuAD's object of lists; or bare
+    texts, which are looked for in the document, as TriviaQA does it, and are right even where it
+    lacks them. One that does not stand where it says is skipped and counted, and a question that
+    has no other with it.
+    """
+    text = row.text(columns.get("text", "text"))
+    if not text.strip():
+        skips.add("the text is empty", row.where)
+        return
+    nested = columns.get("qas", "qas")
+    if nested in row.values:
+        asked = _decode(row, nested)
+        if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
+            raise ValueError(f"{row.where}, column {nested!r}: expected a list of questions")
+        rows = [Row(f"{row.where}, question {place}", one) for place, one in enumerate(asked)]
+        names = {"question": "question", "answers": "answers", "id": "id"}
+    else:
+        rows = [row]
+        names = {name: columns.get(name, name) for name in ("question", "answers", "id")}
+    outer = str(row.values.get(columns.get("id", "id"), row.where))
+    for place, one in enumerate(rows):
+        question = one.text(names["question"]).strip()
+        if not question:
+            skips.add("the question is empty", one.where)
+            continue
+        given = _decode(one, names["answers"])
+        answers = _answers(given, one.where)
+        spans: list[Span] = []
+        right: list[str] = []
+        for wanted, start in answers:
+            own = _locate(text, wanted, start)
+            spans += own
+            if own or (start is None and wanted.strip()):
+                right.append(wanted)
+            else:
+                skips.add("an answer does not stand where it says", one.where)
+        if answers and not right:
+            continue
+        own_id = str(one.values.get(names["id"], outer if one is row else f"{outer}#{place}"))
+        yield Question(
+            own_id, text, question, tuple(dict.fromkeys(spans)), tuple(dict.fromkeys(right))
+        )
+
+
+def _decode(row: Row, column: str) -> Any:
+    """A value; in a table of text it may be JSON."""
+    value = row.get(column)
+    if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value  # an answer may begin with a bracket
+    return value
+
+
+def _answers(given: Any, where: str) -> list[tuple[str, int | None]]:
+    """(text, start or None) of each."""
+    if given is None or given == "":
+        return []
+    if isinstance(given, str):
+        return [(given, None)]
+    if isinstance(given, Mapping) and isinstance(given.get("text"), list):
+        starts = given.get("answer_start") or [None] * len(given["text"])
+        return list(zip(given["text"], starts, strict=True))
+    if isinstance(given, Mapping):
+        given = [given]
+    found: list[tuple[str, int | None]] = []
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str):
+            found.append((one, None))
+        elif isinstance(one, Mapping) and isinstance(one.get("text"), str):
+            found.append((one["text"], one.get("start", one.get("answer_start"))))
+        else:
+            raise ValueError(f"{where}: an answer is text, or text and start, not {one!r:.60}")
+    return found
+
+
+def _locate(text: str, wanted: str, start: int | None) -> list[Span]:
+    """Where an answer stands; without a start, wherever it occurs, capitals or not."""
+    if not wanted.strip():
+        return []
+    if start is not None:
+        return [(start, start + len(wanted))] if text.startswith(wanted, start) else []
+    folded, sought = text.lower(), wanted.lower()
+    if len(folded) != len(text):  # lowering has moved characters, as with the Turkish dotted I
+        folded, sought = text, wanted
+    spans, place = [], folded.find(sought)
+    while place >= 0:
+        spans.append((place, place + len(wanted)))
+        place = folded.find(sought, place + 1)
+    return spans

@@ -1,0 +1,138 @@
+"""The recipe of a task on examples: from which checkpoint, on which data, for how long."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from longspan.data.examples import Examples
+from longspan.train.recipe import Optimizer, Phase, Plan
+
+TooLong = Literal["refuse", "split", "head"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that training starts from.
+
+    Args:
+        source: a folder, or a name on the hub: one of ours, or what `longspan.convert` takes.
+        length: tokens that the model reads at once, special ones included.
+        window: of a checkpoint that is converted.
+        global_tokens: as in `LongspanConfig.global_preset`; None leaves it to the task.
+        pooling: what a document's scores come from, as in `LongspanConfig.classifier_pooling`;
+            None as the checkpoint has it.
+    """
+
+    source: str | None = None
+    length: int = 4096
+    window: int = 512
+    global_tokens: Literal["none", "first", "question"] | None = None
+    pooling: Literal["first", "mean"] | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How answers are found in a text, by tasks that do.
+
+    Args:
+        longest: of an answer, in tokens.
+        best: candidates to keep.
+        threshold: by how much the best candidate must beat "there is no answer"; None finds the
+            best on the validation examples.
+        style: of the measures: "squad" or "triviaqa", which normalise differently; the latter
+            also takes the best of all documents given for one question.
+    """
+
+    longest: int = 30
+    best: int = 20
+    threshold: float | None = None
+    style: Literal["squad", "triviaqa"] = "squad"
+
+
+@dataclass(frozen=True)
+class Checks:
+    """When and how validation examples are scored.
+
+    Args:
+        every: steps; None = once in each pass over the examples, 0 = only at the end.
+        batch: examples at a time.
+        limit: examples to score while training; 0 = all.
+    """
+
+    every: int | None = None
+    batch: int = 8
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class Finetuning(Plan):
+    """One run on examples.
+
+    Args:
+        task: "classify": labels of documents. "spans": answers within documents.
+        epochs: passes over the training examples.
+        warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
+        too_long: what to do with a document beyond `model.length`. "refuse": stop with an error.
+            "split": read it in pieces; classification takes the mean of their scores, and answers
+            are chosen among all of them. "head": read its beginning only, and say of how many.
+        overlap: of neighbouring pieces, in tokens.
+        packed: documents of a batch in one row, without padding.
+        measure: which decides what checkpoint is the best.
+        seed: of the head's weights, data order and dropout.
+        phases: follow from all this once the examples are counted, see `planned`.
+
+    The rest is as in `Recipe`.
+    """
+
+    name: str
+    task: Literal["classify", "spans"]
+    measure: str
+    model: Start = Start()
+    data: Examples = field(default_factory=Examples)
+    answers: Answers = Answers()
+    epochs: float = 3.0
+    batch: int = 32
+    learning_rate: float = 3e-5
+    warmup: float = 0.1
+    too_long: TooLong = "refuse"
+    overlap: int = 0
+    packed: bool = True
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(clip=1.0, schedule="linear"))
+    evaluation: Checks = Checks()
+    precision: Literal["no", "bf16"] = "bf16"
+    accumulate: int = 1
+    checkpointing: bool = False
+    compile: Literal["no", "model", "layers"] = "no"
+    minutes: float = 0.0
+    log_every: int = 10
+    save_every: int = 0
+    sample_every: int = 0
+    seed: int = 0
+    phases: tuple[Phase, ...] = ()
+
+
+def check(recipe: Finetuning) -> None:
+    """Numbers that no run can do with."""
+    for name in ("batch", "accumulate", "log_every"):
+        if getattr(recipe, name) < 1:
+            raise ValueError(f"{name}={getattr(recipe, name)} must be at least 1")
+    for name in ("epochs", "learning_rate"):
+        value = getattr(recipe, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name}={value} must be above 0")
+    for name in ("warmup", "overlap", "seed", "minutes"):
+        if getattr(recipe, name) < 0:
+            raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
+    if recipe.evaluation.batch < 1:
+        raise ValueError(f"evaluation.batch={recipe.evaluation.batch} must be at least 1")
+
+
+def planned(recipe: Finetuning, examples: int) -> Finetuning:
+    """The recipe with its steps: one phase over so many training examples."""
+    steps = max(1, math.ceil(recipe.epochs * examples / recipe.batch))
+    warmup = round(recipe.warmup * steps) if recipe.warmup < 1 else min(int(recipe.warmup), steps)
+    phase = Phase(steps, recipe.model.length, recipe.batch, recipe.learning_rate, warmup)
+    every = recipe.evaluation.every
+    if every is None:
+        every = max(1, math.ceil(examples / recipe.batch))
+    return replace(recipe, phases=(phase,), evaluation=replace(recipe.evaluation, every=every))

@@ -1,0 +1,70 @@
+"""Splits, skips, and the order of examples."""
+
+from collections import Counter
+
+import pytest
+
+from longspan.data.examples import Examples, Order, Skips, read_examples
+
+
+def table(path, count):
+    path.write_text("text\n" + "".join(f"{i}\n" for i in range(count)))
+    return str(path)
+
+
+def understand(row):
+    yield int(row.get("text"))
+    yield -int(row.get("text"))
+
+
+def test_splits_are_disjoint_by_row_and_follow_the_seed(tmp_path):
+    source = Examples(train=table(tmp_path / "a.csv", 50))
+    splits = read_examples(source, understand)
+    assert [len(split) for split in splits] == [80, 10, 10]
+    rows = [{abs(one) for one in split} for split in splits]
+    assert sum(map(len, rows)) == len(set.union(*rows)) == 50
+    assert read_examples(source, understand) == splits
+    other = Examples(train=source.train, split_seed=1)
+    assert read_examples(other, understand) != splits
+
+
+def test_files_of_their_own_are_taken_whole(tmp_path):
+    source = Examples(
+        train=table(tmp_path / "a.csv", 20),
+        test=table(tmp_path / "b.csv", 3),
+        valid_share=0.5,
+        limit=7,
+    )
+    splits = read_examples(source, understand)
+    assert splits.test == [0, 0, 1, -1, 2, -2]
+    assert [len(split) for split in splits] == [7, 7, 6]
+
+
+def test_too_little_is_said(tmp_path):
+    with pytest.raises(ValueError, match="give --data"):
+        read_examples(Examples(), understand)
+    with pytest.raises(ValueError, match="no example for train: 2 rows are too few"):
+        read_examples(Examples(train=table(tmp_path / "a.csv", 2)), understand)
+    with pytest.raises(ValueError, match="valid_share=0"):
+        read_examples(Examples(train=table(tmp_path / "a.csv", 9), valid_share=0), understand)
+
+
+def test_every_pass_takes_all_in_another_order():
+    order = Order(10, 4, seed=3)
+    taken = [place for step in range(5) for place in order.take(step, range(4))]
+    assert Counter(taken) == dict.fromkeys(range(10), 2)
+    assert taken[:10] != taken[10:]
+    assert Order(10, 4, seed=3).take(4, range(2, 4)) == taken[18:]
+    assert [p for s in range(5) for p in Order(10, 4, seed=4).take(s, range(4))] != taken
+
+
+def test_skips_are_counted_by_reason():
+    skips = Skips()
+    for line in range(5):
+        skips.add("empty", f"line {line}")
+    skips.add("odd", "line 9")
+    assert len(skips) == 6
+    assert skips.lines() == [
+        "skipped 5, empty: line 0; line 1; line 2; ...",
+        "skipped 1, odd: line 9",
+    ]

@@ -1,0 +1,131 @@
+"""Every format gives the same rows, and every mistake has a place to its name."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+
+from longspan.data.tables import read_rows
+
+ROWS = [{"text": 'He said "no",\nand left.', "label": "a"}, {"text": "Zürich", "label": "b"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+CSV = 'text,label\n"He said ""no"",\nand left.",a\nZürich,b\n'
+
+
+def values(path):
+    return [dict(row.values) for row in read_rows(path)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", CSV.encode()),
+        ("a.csv", CSV.encode("utf-8-sig")),
+        ("a.CSV", CSV.replace("\n", "\r\n").encode()),
+        ("a.tsv", CSV.replace("text,label", "text\tlabel").replace('",a', '"\ta').encode()),
+        ("a.jsonl", LINES.encode()),
+        ("a.jsonl", LINES.replace("\n", "\n\n").encode()),
+        ("a.jsonl.xz", lzma.compress(LINES.encode())),
+        ("a.csv.gz", gzip.compress(CSV.encode())),
+    ],
+)
+def test_formats(name, content, tmp_path):
+    path = tmp_path / name
+    if name.endswith("tsv"):
+        content = content.replace("Zürich,b".encode(), "Zürich\tb".encode())
+    path.write_bytes(content)
+    found = values(path)
+    assert [{k: v.replace("\r\n", "\n") for k, v in row.items()} for row in found] == ROWS
+
+
+def test_a_row_knows_its_line(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(CSV)
+    assert [row.where for row in read_rows(path)] == [f"{path}, line 2", f"{path}, line 4"]
+
+
+def test_parquet(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    assert values(path) == ROWS
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="cannot be read as Parquet"):
+        values(path)
+
+
+def test_long_cells_are_read(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + "word " * 100_000 + "\n")
+    assert len(values(path)[0]["text"]) == 500_000
+
+
+def test_squad(tmp_path):
+    path = tmp_path / "dev.json"
+    qas = [{"id": "1", "question": "Who?", "answers": []}]
+    content = {"data": [{"paragraphs": [{"context": "He.", "qas": qas}]}]}
+    path.write_text(json.dumps(content))
+    assert values(path) == [{"text": "He.", "qas": qas}]
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="not in SQuAD's form"):
+        values(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"", "is empty"),
+        ("a.csv", b"a,a\n1,2\n", "line 1: two columns are called 'a'"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", "line 3: 3 cells for 2 columns"),
+        ("a.csv", b'a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
+        ("a.csv", b"a,b\n1,2\nZ\xfcrich,2\n", "line 3: not UTF-8 .byte 2 is 0xfc"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
+        ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
+        ("a.jsonl.xz", lzma.compress(LINES.encode())[:-20], "damaged or cut off"),
+        ("a.jsonl.gz", gzip.compress(LINES.encode())[:-9], "damaged or cut off"),
+        ("a.xlsx", b"", "is none of .csv"),
+    ],
+)
+def test_mistakes_are_named(name, content, message, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        values(path)
+
+
+def test_missing_things_are_named(tmp_path):
+    with pytest.raises(ValueError, match="does not exist; a data set on the hub is given as hub:"):
+        values(tmp_path / "none.csv")
+    with pytest.raises(ValueError, match="is a folder"):
+        values(tmp_path)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": 5}\n')
+    row = next(read_rows(path))
+    with pytest.raises(ValueError, match="line 1: there is no column 'label'; there are 'text'"):
+        row.get("label")
+    with pytest.raises(ValueError, match="line 1, column 'text': expected text, found 5"):
+        row.text("text")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"), [("datasets", "hub:a/b"), ("pyarrow", "table.parquet")]
+)
+def test_optional_packages_are_asked_for(module, source, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    (tmp_path / "table.parquet").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"pip install {module}"):
+        list(read_rows(source))
+
+
+def test_a_file_is_read_as_it_is_needed(tmp_path):
+    """The mistake in the last line is found only when somebody gets there."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n' * 10 + "broken\n")
+    rows = read_rows(path)
+    assert [next(rows).get("a") for _ in range(10)] == [1] * 10
+    with pytest.raises(ValueError, match="line 11"):
+        next(rows)

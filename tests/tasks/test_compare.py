@@ -1,0 +1,130 @@
+"""Whether long context is needed: found where it is, not claimed where it is not."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tasks.finetuned import QUIET, recipe, sentence
+
+from longspan.analyze.comparison import draw, table
+from longspan.tasks import compare as comparing
+from longspan.tasks.compare import (
+    CHUNKS,
+    FIRST,
+    GLOBAL,
+    WINDOW,
+    Contender,
+    Interval,
+    advise,
+    compare,
+    contenders,
+    interval,
+)
+
+
+def animals(path, first, last, count=120):
+    """Texts of 40 words whose label is the animal in one of the places from first to last."""
+    random = np.random.default_rng(1)
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["body", "animal"])
+        for index in range(count):
+            animal, made = ["cat", "dog"][index % 2], sentence(random, 40)
+            made[random.integers(first, last)] = animal
+            rows.writerow([" ".join(made), animal])
+    return str(path)
+
+
+def toy(tmp_path, first, last, **changes):
+    settings = {"epochs": 15.0, "too_long": "split", "evaluation__every": 0, "measure": "accuracy"}
+    settings |= {"model__length": 64, "data__test_share": 0.3}
+    return recipe(
+        "classify",
+        tmp_path,
+        data__train=animals(tmp_path / "t.csv", first, last),
+        **settings,
+        **changes,
+    )
+
+
+def test_what_stands_at_the_end_needs_long_context(tmp_path, monkeypatch):
+    made = toy(tmp_path, 20, 40)
+    result = compare(made, tmp_path / "out", short=16, console=QUIET)
+    scores = {one.name: one.score for one in result.contenders}
+    assert scores[GLOBAL].value == 1.0
+    assert scores[FIRST].value < 0.75
+    assert result.gain.low > 0
+    assert result.advice.startswith("Long context helps")
+    assert result.long_share == 1.0
+    kept = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [one["name"] for one in kept["contenders"]] == [FIRST, CHUNKS, WINDOW, GLOBAL]
+    written = draw(result, tmp_path / "figure")
+    assert [path.suffix for path in written] == [".png", ".svg"]
+    assert "beyond 16 tokens" in written[1].read_text()
+    assert table(result).row_count == 4
+
+    def never(*_, **__):
+        raise AssertionError("it trained again")
+
+    monkeypatch.setattr(comparing, "finetune", never)
+    assert compare(made, tmp_path / "out", short=16, console=QUIET) == result
+
+
+def test_contenders_differ_in_reading_alone(tmp_path):
+    made = toy(tmp_path, 0, 5, overlap=10)
+    found = contenders(made, 16)
+    alike = {"model": made.model, "too_long": made.too_long, "overlap": made.overlap}
+    assert all(replace(one, **alike) == made for one in found.values())
+    short = found[CHUNKS]
+    assert (short.model.length, short.model.window, short.too_long) == (16, 32, "split")
+    assert short.overlap == 4
+    assert found[FIRST].too_long == "head"
+    assert (found[WINDOW].model.global_tokens, found[WINDOW].model.pooling) == ("none", "mean")
+    assert found[GLOBAL] == made
+    with pytest.raises(ValueError, match=r"short=64 must be .* below model\.length=64"):
+        compare(made, tmp_path / "out", short=64, console=QUIET)
+
+
+def mean(sheet):
+    return float(sheet.mean())
+
+
+def test_intervals_hold_what_they_say():
+    """Of a mean, that of the normal approximation; of the same sheets, no difference at all."""
+    random = np.random.default_rng(0)
+    sheet = (random.random((400, 1)) < 0.8).astype(float)
+    found = interval(mean, [sheet])
+    assert found.value == sheet.mean()
+    expected = 1.96 * np.sqrt(found.value * (1 - found.value) / 400)
+    assert (found.high - found.low) / 2 == pytest.approx(expected, rel=0.1)
+    assert interval(mean, [sheet], [sheet]) == Interval(0.0, 0.0, 0.0)
+    better = sheet.copy()
+    better[np.flatnonzero(sheet == 0)[:20]] = 1.0
+    paired = interval(mean, [better], [sheet])
+    assert paired.value == pytest.approx(0.05)
+    assert 0 < paired.low < 0.05 < paired.high < 0.1
+
+
+def contender(name, value, seconds):
+    own = Interval(value, value - 0.05, value + 0.05)
+    return Contender(name, value, own, None, [value], seconds, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("gain", "advice"),
+    [
+        (Interval(0.05, 0.01, 0.09), "Long context helps: take 'long, global', +0.050"),
+        (Interval(-0.05, -0.09, -0.01), "Long context hurts: take 'chunk and pool'"),
+        (Interval(0.01, -0.02, 0.04), "no difference: 'long, global' is +0.010"),
+    ],
+)
+def test_advice(gain, advice):
+    short, long = contender(CHUNKS, 0.80, 1.0), contender(GLOBAL, 0.81, 5.0)
+    found = [contender(FIRST, 0.5, 0.5), short, long]
+    said = advise(found, short, long, gain, 0.5, 512)
+    assert advice in said
+    assert "50% of the test documents have more than 512 tokens" in said
+    if "no difference" in said:
+        assert "'chunk and pool' is the cheapest" in said

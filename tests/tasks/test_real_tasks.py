@@ -1,0 +1,78 @@
+"""Real checkpoints on real data, a few examples of it."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub.test_real import granite, minilm
+from tasks.finetuned import QUIET
+
+import longspan
+from longspan.recipes import FINETUNING
+from longspan.tasks.finetune import finetune, make_task
+from longspan.train.recipe import change
+
+
+def data(name: str) -> str:
+    if "LONGSPAN_DATA" not in os.environ:
+        pytest.skip("LONGSPAN_DATA names no data folder")
+    return str(Path(os.environ["LONGSPAN_DATA"]) / name)
+
+
+def test_hyperpartisan_is_split_as_published():
+    settings = {"model.source": str(granite()), "data.train": data("hyperpartisan.jsonl.xz")}
+    task = make_task(change(FINETUNING["hyperpartisan"](), settings))
+    assert [len(split) for split in task.documents] == [517, 64, 64]
+    assert task.labels == ["false", "true"]
+    assert "4 of 645 documents (0.6%) have more than 4,094 tokens" in task.notes()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [granite, minilm])
+def test_a_real_checkpoint_learns_reviews(source, tmp_path):
+    """Three passes over 64 short reviews: they are told apart better than by chance."""
+    settings = {
+        "model.source": str(source()),
+        "model.length": 64,
+        "model.window": 64,
+        "data.train": data("imdb-test-a.jsonl.xz"),
+        "data.limit": 64,
+        "batch": 8,
+        "epochs": 3.0,
+        "learning_rate": 2e-4,
+        "precision": "no",
+        "evaluation.every": 0,
+        "log_every": 8,
+    }
+    task = make_task(change(FINETUNING["imdb"](), settings))
+    finetune(task, tmp_path / "run", console=QUIET)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "split" not in line]
+    assert len(losses) == 3
+    assert losses[-1] < 0.6 < losses[0]
+    use = longspan.pipeline(tmp_path / "run", too_long="split")
+    assert use("A wonderful, moving film. " * 40)["label"] in ("pos", "neg")
+
+
+def test_answers_in_contracts_come_back_exactly():
+    """Through tokens to characters: none is lost, and what differs is punctuation at the ends."""
+    contracts = data("cuad-dev.jsonl.xz")
+    settings = {"model.source": str(granite()), "data.train": contracts, "data.limit": 400}
+    task = make_task(change(FINETUNING["cuad"](), settings))
+    assert len(task.skips) == 0
+    inside = 0
+    for question, asked in zip(task.questions.train, task.asked.train, strict=True):
+        offsets = asked.document.offsets
+        starts, ends = set(offsets[asked.starts, 0]), set(offsets[asked.ends, 1])
+        for start, stop in question.spans:
+            near = [s for s in starts if s <= start]
+            far = [e for e in ends if e >= len(question.text[:stop].rstrip())]
+            assert near
+            assert far
+            assert not any(c.isalnum() for c in question.text[max(near) : start])
+            inside += 1
+    assert inside > 100
+    batch = task.collate([task.asked.train[0]])
+    assert int(np.prod(batch["input_ids"].shape)) >= len(task.asked.train[0].document.ids)

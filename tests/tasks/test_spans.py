@@ -1,0 +1,198 @@
+"""Answers in long documents: losses, offsets, decoding, thresholds."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tasks.finetuned import QUIET, asked, recipe
+from torch.nn.functional import cross_entropy
+
+import longspan
+from longspan.data.examples import Skips
+from longspan.data.tables import Row
+from longspan.tasks.answers import Answer, best_answers, best_threshold, measure
+from longspan.tasks.finetune import finetune, make_task
+from longspan.tasks.questions import Question, read_questions
+from longspan.tasks.spans import Spans, or_loss
+from longspan.train.recipe import change
+
+
+def test_or_loss_with_one_right_place_is_cross_entropy():
+    scores = torch.randn(3, 7, dtype=torch.float64)
+    place = torch.tensor([2, 0, 6])
+    right = torch.nn.functional.one_hot(place, 7).bool()
+    group = torch.arange(3).repeat_interleave(7)
+    found = or_loss(scores.flatten(), right.flatten(), group, 3)
+    torch.testing.assert_close(found, cross_entropy(scores, place, reduction="none"))
+
+
+def test_or_loss_is_the_probability_of_any_right_place():
+    scores = torch.tensor([1.0, 2.0, 500.0, 3.0, 4.0, -2.0], requires_grad=True)
+    group = torch.tensor([0, 0, 1, 0, 0, 1])
+    right = torch.tensor([True, False, True, False, True, False])
+    found = or_loss(scores, right, group, 2)
+    chances = torch.tensor([1.0, 2.0, 3.0, 4.0]).softmax(0)
+    assert found[0].item() == pytest.approx(-float((chances[0] + chances[3]).log()))
+    assert found[1].item() == pytest.approx(0.0)
+    found.sum().backward()
+    assert scores.grad is not None
+    assert bool(scores.grad.isfinite().all())
+
+
+def test_best_answers_are_the_best_of_all_pairs():
+    torch.manual_seed(0)
+    start, end = torch.randn(12), torch.randn(12)
+    every = [(float(start[i] + end[j]), i, j) for i in range(12) for j in range(i, min(i + 4, 12))]
+    expected = [(i, j) for _, i, j in sorted(every, reverse=True)[:6]]
+    assert [pair[:2] for pair in best_answers(start, end, 4, 6)] == expected
+    assert len(best_answers(start[:2], end[:2], 30, 20)) == 3
+
+
+def test_one_loss_over_all_pieces(tmp_path):
+    """Pieces that do not overlap: as if their scores stood in one row."""
+    task = Spans(recipe("spans", tmp_path, model__length=16, answers__longest=1))
+    model = task.build().eval()
+    own = next(one for one in task.asked.train if len(one.starts))
+    batch = task.collate([own])
+    assert batch["pieces"].item() > 2
+    tokens = len(own.document.ids)
+    assert len(batch["place"]) == tokens + batch["pieces"].item()
+    # Every token of the document is there once, in its order.
+    ids = batch["input_ids"].flatten()[batch["place"]][batch["pieces"].item() :]
+    assert ids.tolist() == own.document.ids.tolist()
+    start, end = task.scores(model, batch)
+    places = torch.from_numpy(own.starts) + batch["pieces"]
+    expected = [one.logsumexp(0) - one[places].logsumexp(0) for one in (start, end)]
+    found = task.loss(model, batch, None).total
+    torch.testing.assert_close(found, sum(expected) / 2)
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_padded_and_packed_are_the_same(overlap, tmp_path):
+    made = recipe("spans", tmp_path, model__length=18, overlap=overlap)
+    packed, padded = Spans(made), Spans(change(made, {"packed": False}))
+    model = packed.build().eval()
+    some = packed.asked.train[:3]
+    with torch.no_grad():
+        one = packed.scores(model, packed.collate(some))
+        two = padded.scores(model, padded.collate(some))
+    for mine, theirs in zip(one, two, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert "token_type_ids" in packed.collate(some)
+
+
+def test_it_learns_and_predicts(tmp_path):
+    data = str(asked(tmp_path / "many.jsonl", 90))
+    settings = {"epochs": 12.0, "answers__longest": 3, "evaluation__every": 0}
+    made = recipe("spans", tmp_path, data__train=data, **settings)
+    results = finetune(make_task(made), tmp_path / "run", console=QUIET)
+    assert results["test"]["f1"] == 1.0
+    assert results["valid"]["threshold"] == results["test"]["threshold"]
+    use = longspan.pipeline(tmp_path / "run")
+    text = "The river was\n in a house " * 8 + "and the Cat was in" + " the house" * 9
+    found = use(text, question="when cat?")
+    assert found["answer"] == "Cat"
+    assert text[found["start"] : found["end"]] == "Cat"
+    assert found["candidates"][0]["probability"] > 0.5
+    for one in found["candidates"]:
+        assert text[one["start"] : one["end"]] == one["text"]
+    assert use("the river was in a house", question="when cat?")["answer"] == ""
+    assert use(" ", question="when?") == {"skipped": "the text is empty"}
+    with pytest.raises(ValueError, match="spans needs question"):
+        use(text)
+    with pytest.raises(ValueError, match="a question of 60 tokens leaves room for 0"):
+        use(text, question="when " * 60)
+
+
+def test_answers_are_found_at_their_characters(tmp_path):
+    """Every answer, through tokens and back, in text with odd white space."""
+    path = tmp_path / "odd.jsonl"
+    text = "A  cat\tis\n\nin the   garden.The DOG sleeps ."
+    wanted = ["cat", "the   garden.", "The DOG", "in the"]
+    answers = [{"text": one, "start": text.index(one)} for one in wanted]
+    qas = [{"question": "why?", "answers": [one]} for one in answers]
+    path.write_text((json.dumps({"text": text, "qas": qas}) + "\n") * 12)
+    task = Spans(recipe("spans", tmp_path, data__train=str(path)))
+    for question, own in zip(task.questions.train, task.asked.train, strict=True):
+        offsets = own.document.offsets
+        start, stop = offsets[own.starts[0], 0], offsets[own.ends[0], 1]
+        assert (start, stop) == question.spans[0]
+
+
+def read(values, **columns):
+    skips = Skips()
+    return list(read_questions(Row("here", values), columns, skips)), skips.lines()
+
+
+def test_the_forms_of_answers():
+    text = "The cat saw the Cat."
+    both = ((4, 7), (16, 19))
+    flat = {"text": text, "question": "who?"}
+    for given, spans in (
+        ([{"text": "cat", "start": 4}], both[:1]),
+        ([{"text": "cat", "answer_start": 4}, {"text": "Cat", "answer_start": 16}], both),
+        ({"text": ["cat", "Cat"], "answer_start": [4, 16]}, both),
+        ({"text": [], "answer_start": []}, ()),
+        ('[{"text": "cat", "start": 4}]', both[:1]),
+        ("cat", both),
+        (["CAT"], both),
+        (None, ()),
+        ([], ()),
+    ):
+        found, skipped = read({**flat, "answers": given})
+        assert found[0].spans == spans
+        assert skipped == []
+    named, _ = read({"body": text, "q": "who?", "a": "cat"}, text="body", question="q", answers="a")
+    assert named[0].spans == both
+
+
+def test_answers_that_are_not_there():
+    flat = {"text": "The cat.", "question": "who?"}
+    found, skipped = read({**flat, "answers": [{"text": "dog", "start": 4}]})
+    assert found == []
+    assert skipped == ["skipped 1, an answer does not stand where it says: here"]
+    found, _ = read({**flat, "answers": "dog"})
+    assert (found[0].spans, found[0].right) == ((), ("dog",))
+    assert read({**flat, "text": "", "answers": []})[1] == ["skipped 1, the text is empty: here"]
+    with pytest.raises(ValueError, match="there is no column 'answers'"):
+        read(flat)
+    with pytest.raises(ValueError, match="an answer is text, or text and start, not 5"):
+        read({**flat, "answers": [5]})
+
+
+def question(right, id="q"):
+    return Question(id, "", "", (), tuple(right))
+
+
+def answer(text, margin):
+    return Answer(text, 0, 0, margin, 0.0)
+
+
+def test_the_threshold_that_is_best():
+    questions = [question(["cat"]), question([]), question(["dog"]), question([])]
+    answers = [answer("cat", 3.0), answer("cow", 2.0), answer("dog", 1.0), answer("cow", -1.0)]
+    best = best_threshold(questions, answers, "squad")
+    tried = [measure(questions, answers, "squad", t)["f1"] for t in np.arange(-3, 5, 0.25)]
+    assert measure(questions, answers, "squad", best)["f1"] == max(tried) == 0.75
+    assert best_threshold(questions[:1], answers[:1], "squad") == 0.0
+    assert best_threshold(questions[2:3], [answer("dog", -4.0)], "squad") == -5.0
+    assert best_threshold(questions[1:2], [answer("dog", 4.0)], "squad") == 5.0
+    found = measure(questions, answers, "squad", 0.0)
+    assert found["f1_answerable"] == 1.0
+    assert found["f1_unanswerable"] == 0.5
+
+
+def test_triviaqa_takes_the_best_document():
+    questions = [question(["the cat"], "1"), question(["cats!"], "1"), question(["dog"], "2")]
+    answers = [answer("cow", 1.0), answer("Cats", 2.0), answer("a dog", 0.0)]
+    assert measure(questions, answers, "triviaqa", -9.0)["exact"] == 1.0
+    assert measure(questions, answers, "squad", -9.0)["exact"] == pytest.approx(2 / 3)
+
+
+def test_head_leaves_answers_unread(tmp_path):
+    task = Spans(recipe("spans", tmp_path, too_long="head"))
+    own = next(one for one in task.asked.train if one.starts.size and one.starts[0] > 25)
+    batch = task.collate([own])
+    assert batch["starts"].nonzero().flatten().tolist() == [0]
+    assert any("read in part only" in note for note in task.notes())
