@@ -1,4 +1,4 @@
-"""The commands that compare language models."""
+"""The commands that put language models side by side."""
 
 import json
 
@@ -24,15 +24,15 @@ def run(*arguments: object) -> str:
     return done.output
 
 
-def test_a_study_trains_and_compares(text, tmp_path):
+def test_a_study_trains_and_plots(text, tmp_path):
     command = ["study", "rivals", "--shrink", "--data", text, "--output", tmp_path / "out"]
     command += ["--only", "rival-dense", "--only", "rival-compressive"]
     shown = run(*command)
     assert "Runs, the best first" in shown
-    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    found = json.loads((tmp_path / "out" / "runs.json").read_text())
     assert [one["name"] for one in found["runs"]] == ["rival-compressive", "rival-dense"]
-    assert (tmp_path / "out" / "comparison-curves.png").exists()
-    assert (tmp_path / "out" / "comparison.md").read_text().startswith("| run |")
+    assert (tmp_path / "out" / "runs-curves.png").exists()
+    assert (tmp_path / "out" / "runs.md").read_text().startswith("| run |")
     assert "rival-dense: done before" in run(*command)
     shown = run("plot", tmp_path / "out" / "rival-dense", "--output", tmp_path / "one", *FEW)
     assert "rival-dense" in shown

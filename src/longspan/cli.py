@@ -25,8 +25,8 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(cli_train.commands)
-app.add_typer(cli_study.commands)
 app.add_typer(cli_tasks.commands)
+app.add_typer(cli_study.commands)
 
 
 def _version(wanted: bool) -> None:

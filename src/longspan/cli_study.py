@@ -1,4 +1,4 @@
-"""The commands that compare language models: study, plot."""
+"""The commands that put language models side by side: study, plot."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,7 +47,7 @@ def study(
     tokens: _Tokens = 500,
     step: _Step = 256,
 ) -> None:
-    """Train several models for the same time, one after the other, and compare them.
+    """Train several models for the same time, one after the other, and put them side by side.
 
     [bold]rivals[/]: Longformer at once and staged, Transformer-XL, Compressive Transformer, dense
     attention of 1,024; 40M parameters each. [bold]windows[/]: the paper's Table 4 at 9M.
@@ -84,7 +84,7 @@ def study(
         failed = carry_out(recipes, folder, console)
         done = [folder / recipe.name for recipe in recipes if recipe.name not in failed]
         if done:
-            _compare(done, probe, data, folder)
+            _plot(done, probe, data, folder)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
@@ -113,7 +113,7 @@ def plot(
 
     Bits per character on valid and test, RECL, characters per second, memory; curves against time,
     characters and steps; loss by position, and by distance from a document's beginning. The best
-    checkpoint of each run counts. Writes [bold]comparison.json[/] first and draws from it.
+    checkpoint of each run counts. Writes [bold]runs.json[/] first and draws from it.
     """
     from transformers.utils import logging
 
@@ -121,21 +121,21 @@ def plot(
 
     logging.disable_progress_bar()
     try:
-        _compare(runs, Probe(limit, rows, longest, tokens, step, step), data, output)
+        _plot(runs, Probe(limit, rows, longest, tokens, step, step), data, output)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _compare(runs: list[Path], probe: "Probe", data: Path | None, output: Path) -> None:
+def _plot(runs: list[Path], probe: "Probe", data: Path | None, output: Path) -> None:
     from longspan.analyze.run_figures import draw, markdown, table
-    from longspan.analyze.runs import compare as measure
+    from longspan.analyze.runs import measure
     from longspan.train.checkpoint import write_json, write_text
 
     console = console_for_logs()
     found = measure(runs, probe, data=data, say=lambda text: console.print(text, highlight=False))
     output.mkdir(parents=True, exist_ok=True)
-    write_json(output / "comparison.json", found)
-    write_text(output / "comparison.md", markdown(found))
+    write_json(output / "runs.json", found)
+    write_text(output / "runs.md", markdown(found))
     console.print(table(found))
-    for path in draw(found, output / "comparison"):
+    for path in draw(found, output / "runs"):
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from longspan.analyze import runs as comparison
+from longspan.analyze import runs as side_by_side
 from longspan.analyze.run_figures import draw, markdown, rows
-from longspan.analyze.runs import Probe, compare
+from longspan.analyze.runs import Probe, measure
 from longspan.recipes import find
 from longspan.recipes.shrink import shrink
 from longspan.tasks.charlm import CharLM
@@ -44,7 +44,7 @@ def runs(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(runs):
-    return compare(runs, PROBE)
+    return measure(runs, PROBE)
 
 
 def test_numbers_are_those_of_the_runs(found, runs):
@@ -72,22 +72,22 @@ def test_positions_are_averaged_in_doubling_bins(monkeypatch):
 
     # As if byte i of a row cost i nats.
     monkeypatch.setattr(
-        comparison,
+        side_by_side,
         "row_nats",
         lambda model, rows, segment: torch.arange(rows.shape[1] - 1.0).expand(len(rows), -1),
     )
     model: object = Model()
-    points = comparison._by_position(model, [np.zeros(11, np.uint8)] * 3, None)  # pyright: ignore
+    points = side_by_side._by_position(model, [np.zeros(11, np.uint8)] * 3, None)  # pyright: ignore
     means = [bits * np.log(2) for _, bits in points]
     assert means == pytest.approx([0.0, 1.0, 2.5, 5.5, 8.5])
     assert [x for x, _ in points] == sorted(x for x, _ in points)
-    assert comparison._by_position(model, [], None) == []  # pyright: ignore
+    assert side_by_side._by_position(model, [], None) == []  # pyright: ignore
 
 
 def test_a_memory_is_read_in_segments(runs):
     """What stands further back than memory and segment of the only layers is not known."""
     run = open_run(runs[1])
-    found = compare([runs[1]], replace(PROBE, tokens=0))["runs"][0]
+    found = measure([runs[1]], replace(PROBE, tokens=0))["runs"][0]
     assert run.recipe.evaluation.kind == "streamed"
     assert found["recl"] == {}
     assert found["bits_by_context"] == []
@@ -106,7 +106,7 @@ def test_it_is_drawn_and_tabulated(found, tmp_path):
 
 
 def test_what_was_not_measured_is_not_drawn(runs, tmp_path):
-    found = compare(runs, replace(PROBE, tokens=0, longest=100_000))
+    found = measure(runs, replace(PROBE, tokens=0, longest=100_000))
     written = draw(found, tmp_path / "a")
     assert {path.name for path in written} == {"a-curves.png", "a-curves.svg"}
     assert rows(found)[0][4] == ""
@@ -114,9 +114,9 @@ def test_what_was_not_measured_is_not_drawn(runs, tmp_path):
 
 def test_what_cannot_be_compared_is_named(runs, text, tmp_path):
     with pytest.raises(ValueError, match="names, which repeat"):
-        compare([runs[0], runs[0]], PROBE)
+        measure([runs[0], runs[0]], PROBE)
     with pytest.raises(ValueError, match="holds no run"):
-        compare([tmp_path], PROBE)
+        measure([tmp_path], PROBE)
     with pytest.raises(ValueError, match="rows=0"):
         Probe(rows=0)
     other = tmp_path / "other.jsonl"
@@ -124,4 +124,4 @@ def test_what_cannot_be_compared_is_named(runs, text, tmp_path):
     recipe = change(shrink(find("rival-dense")), {"data.path": str(other)})
     carry_out([recipe], tmp_path, QUIET)
     with pytest.raises(ValueError, match="not trained on the text of rival-longformer"):
-        compare([runs[0], tmp_path / "rival-dense"], PROBE)
+        measure([runs[0], tmp_path / "rival-dense"], PROBE)

@@ -39,7 +39,7 @@ def test_the_place_follows_the_clock(clock):
     run.enter(0)
     clock.now += 1000  # compiling
     run.go()
-    run.advance()
+    run.advance(24)
     assert run.place == 0
     clock.now += 15
     assert run.place == 7.5
@@ -51,13 +51,13 @@ def test_the_place_follows_the_clock(clock):
     assert STAGED.at(run.place) == (1, 2.5)
     again = Pace(STAGED, run.known())
     assert again.place == 12.5
-    assert (again.step, again.inside, again.characters) == (1, 1, 24)
+    assert (again.step, again.inside, again.tokens) == (1, 1, 24)
 
 
 def test_steps_in_a_phase_are_counted_anew(clock):
     run = Pace(STAGED, {})
     run.enter(0)
-    run.advance()
+    run.advance(24)
     run.enter(0)  # gone on with
     assert run.inside == 1
     run.enter(1)
@@ -69,7 +69,7 @@ def test_by_steps_the_clock_is_not_asked(clock):
     run = Pace(replace(STAGED, minutes=0.0), {})
     run.go()
     clock.now += 1000
-    run.advance()
+    run.advance(24)
     assert run.place == 1
 
 
@@ -112,7 +112,7 @@ def test_a_run_ends_with_its_time_and_can_be_interrupted(tmp_path):
     phases = [entry["phase"] for entry in steps]
     assert phases == sorted(phases)
     assert set(phases) == {0, 1, 2}
-    assert steps[-1]["characters"] == sum(12 * 2 + 12 * phase for phase in phases)
+    assert steps[-1]["tokens"] == sum(12 * 2 + 12 * phase for phase in phases)
     assert 1.5 <= steps[-1]["training_seconds"] < 4
     assert steps[-1]["training_seconds"] < steps[-1]["seconds"]
     assert steps[-1]["peak_mib"] > 1

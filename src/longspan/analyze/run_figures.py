@@ -1,4 +1,4 @@
-"""A comparison of runs as a table and as pictures, from its data alone."""
+"""Runs side by side, as a table and as pictures, from their data alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +101,7 @@ def _curves(found: dict[str, Any]) -> Figure:
     panels = figure.subplots(1, 3)
     quantities = (
         ("training_seconds", "minutes of training", 60.0),
-        ("characters", "million characters read", 1e6),
+        ("tokens", "million characters read", 1e6),
         ("step", "steps", 1.0),
     )
     colours, labels, ends = _colours(found), _labels(found), []

@@ -59,7 +59,7 @@ class Probe:
         return list(range(self.start, self.longest + 1, self.step)) if self.tokens else []
 
 
-def compare(
+def measure(
     folders: Sequence[Path],
     probe: Probe,
     *,
@@ -82,7 +82,7 @@ def compare(
         if text is not None and not np.array_equal(text, task.corpus.valid):
             raise ValueError(f"{run.folder.name} was not trained on the text of {names[0]}")
         text = task.corpus.valid
-        of_run, own_losses = _measure(run, task, probe)
+        of_run, own_losses = _measure_one(run, task, probe)
         found.append(of_run)
         losses.append(own_losses)
     for place, of_run in enumerate(found):
@@ -111,7 +111,9 @@ def _recl(losses: Sequence[dict[int, np.ndarray]], probe: Probe, fraction: float
     )
 
 
-def _measure(run: Run, task: CharLM, probe: Probe) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
+def _measure_one(
+    run: Run, task: CharLM, probe: Probe
+) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
     recipe, evaluation = run.recipe, run.recipe.evaluation
     model = load_model(run.checkpoint)
     half = autocast(model.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
@@ -139,7 +141,7 @@ def _measure(run: Run, task: CharLM, probe: Probe) -> tuple[dict[str, Any], dict
         "recipe": recipe.name,
         "parameters": model.num_parameters(),
         "step": last["step"],
-        "characters": last["characters"],
+        "characters": last["tokens"],
         "training_seconds": last["training_seconds"],
         "seconds": last["seconds"],
         "characters_per_second": median(speeds[1:] or speeds),  # the first may have compiled
@@ -154,7 +156,7 @@ def _measure(run: Run, task: CharLM, probe: Probe) -> tuple[dict[str, Any], dict
     return measured, losses
 
 
-_KEPT = ("step", "characters", "training_seconds", "seconds", "bits_per_character")
+_KEPT = ("step", "tokens", "training_seconds", "seconds", "bits_per_character")
 
 
 def read_curve(run: Path) -> dict[str, list[dict[str, Any]]]:

@@ -84,7 +84,7 @@ def _card(run: Run, task: CharLM, model: LongspanForCausalLM, scores: dict[str, 
 {model.num_parameters() / 1e6:.2f}M parameters, {config.num_hidden_layers} layers of \
 {config.hidden_size}, written in bfloat16.
 
-- Made by `longspan train {recipe.name}`: {last["step"]:,} steps, {last["characters"]:,} bytes \
+- Made by `longspan train {recipe.name}`: {last["step"]:,} steps, {last["tokens"]:,} bytes \
 read, {last["training_seconds"] / 60:.1f} minutes of training; seed {recipe.seed}.
 - Text: {_source(run)}; {len(task.corpus.train):,} bytes to train on, {sizes}.
 - Bits per character of these very weights: **{scores["valid"]:.4f}** on valid, \

@@ -103,6 +103,7 @@ class Finetuning(Plan):
     accumulate: int = 1
     checkpointing: bool = False
     compile: Literal["no", "model", "layers"] = "no"
+    minutes: float = 0.0
     log_every: int = 10
     save_every: int = 0
     sample_every: int = 0
@@ -119,7 +120,7 @@ def check(recipe: Finetuning) -> None:
         value = getattr(recipe, name)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value} must be above 0")
-    for name in ("warmup", "overlap", "seed"):
+    for name in ("warmup", "overlap", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
     if recipe.evaluation.batch < 1:

@@ -31,7 +31,7 @@ from longspan.train.schedule import learning_rate
 from longspan.train.task import BITS, Task
 
 # What an evaluation is entered with, beside its findings.
-_COUNTS = ("step", "characters", "training_seconds", "seconds")
+_COUNTS = ("step", "tokens", "training_seconds", "seconds")
 
 
 def train(
@@ -102,9 +102,10 @@ def train(
             torch.manual_seed(_seed(recipe.seed, pace.step, accelerator.process_index))
             rate = learning_rate(recipe, place)
             set_learning_rate(optimizers, rate)
+            read = 0
             for part, rows in enumerate(shares[number]):
                 batch, anew = task.batch(number, pace.inside, rows)
-                tokens += _tokens(batch) * accelerator.num_processes
+                read += _tokens(batch) * accelerator.num_processes
                 batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
                 if anew:
                     states[part] = None
@@ -122,7 +123,8 @@ def train(
             if pace.held:
                 float(losses[-1])  # waits for the device, which may have had to be compiled for
                 pace.go()
-            pace.advance()
+            pace.advance(read)
+            tokens += read
             done, after = pace.step, _agree(accelerator, pace)
             ends = after >= recipe.steps
             evaluates = ends or due(recipe.evaluation.every, place, after)
@@ -146,7 +148,7 @@ def train(
                     "learning_rate": rate,
                     "gradient_norm": None if norm is None else float(norm),
                     "tokens_per_second": speed,
-                    "characters": pace.characters,
+                    "tokens": pace.tokens,
                     "training_seconds": pace.seconds,
                     "seconds": now - started,
                     "peak_mib": peak_mib(accelerator.device),

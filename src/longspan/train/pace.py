@@ -22,7 +22,7 @@ class Pace:
         self.step: int = known.get("step", 0)  # updates of the weights so far
         self.phase: int = known.get("phase", 0)
         self.inside: int = known.get("inside", 0)  # of them, in this phase
-        self.characters: int = known.get("characters", 0)
+        self.tokens: int = known.get("tokens", 0)
         self._seconds: float = known.get("training_seconds", 0.0)
         self._since: float | None = None
 
@@ -54,11 +54,10 @@ class Pace:
             self.phase, self.inside = phase, 0
         self.hold()
 
-    def advance(self) -> None:
-        """One more step is done."""
-        own = self.recipe.phases[self.phase]
+    def advance(self, tokens: int) -> None:
+        """One more step is done, which read so many tokens."""
         self.step, self.inside = self.step + 1, self.inside + 1
-        self.characters += own.batch * own.length
+        self.tokens += tokens
 
     def known(self) -> dict[str, Any]:
         """What to go on from."""
@@ -66,7 +65,7 @@ class Pace:
             "step": self.step,
             "phase": self.phase,
             "inside": self.inside,
-            "characters": self.characters,
+            "tokens": self.tokens,
             "training_seconds": self.seconds,
         }
 

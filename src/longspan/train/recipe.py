@@ -89,7 +89,7 @@ class Plan:
     accumulate: int
     checkpointing: bool
     compile: Literal["no", "model", "layers"]
-    minutes: float = 0.0
+    minutes: float
     log_every: int
     save_every: int
     sample_every: int
