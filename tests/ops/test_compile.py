@@ -19,13 +19,13 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from longspan.ops.window import kernels
+from longspan.ops.window import kernels, row_kernels
 
 INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES", "AT"}
 FLOATS = {"LSE", "DELTA", "PART", "PART_LSE"}
 
 def build(name, capability, kind, **chosen):
-    function = getattr(kernels, name)
+    function = getattr(kernels, name, None) or getattr(row_kernels, name)
     flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
              "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
              "BULK": False, "HEADS": 4, "PRECISION": "tf32x3"} | chosen

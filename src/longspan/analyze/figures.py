@@ -12,28 +12,13 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from longspan.analyze.pattern import receptive_field, seen_by_layer
+from longspan.bench.drawing import LOOK
 from longspan.bench.labels import End, label_ends
 from longspan.models import LongspanConfig
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
-_LOOK: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#444444",
-    "grid.color": "#E6E6E6",
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "longspan",  # the same data give the same file
-}
+_LOOK: Any = LOOK | {"axes.grid": False}
 _NO_METADATA: Any = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 

@@ -18,7 +18,7 @@ from longspan.bench.store import Results
 
 STYLES = dict(zip(PASSES, ("-", (0, (4, 1.8))), strict=True))
 CROSS: dict[str, Any] = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
-_LOOK: Any = {
+LOOK: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
     "font.size": 9,
@@ -44,7 +44,7 @@ _LOOK: Any = {
 
 def look() -> AbstractContextManager[None]:
     """Within it, figures are drawn in our style."""
-    return matplotlib.rc_context(_LOOK)
+    return matplotlib.rc_context(LOOK)
 
 
 def save(figures: Mapping[str, Figure | None], stem: Path) -> list[Path]:

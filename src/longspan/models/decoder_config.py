@@ -1,14 +1,14 @@
 """What a longspan decoder is: sizes, and one causal attention setting per layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from longspan.layers.causal import CausalAttention
 from longspan.layers.registry import build_causal_attention
+from longspan.models.settings import per_layer, try_out
 
 NORMS = ("layer", "rms")
 
@@ -73,23 +73,9 @@ class LongspanDecoderConfig(PreTrainedConfig):
     def _per_layer(self, given: Any) -> list[dict[str, Any]]:
         """One setting per layer, each tried out on a layer without memory."""
         given = {"left": 256} if given is None else given
-        if isinstance(given, Mapping):
-            given = [given] * self.num_hidden_layers
-        if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
-            raise TypeError(f"attention must be one setting or a list of them, got {given!r}")
-        if len(given) != self.num_hidden_layers:
-            raise ValueError(
-                f"attention has {len(given)} settings for {self.num_hidden_layers} layers; "
-                "give one for all, or one per layer"
-            )
+        given = per_layer(given, self.num_hidden_layers)
         settings = [{"kind": "window", **one} for one in given]
-        with torch.device("meta"):
-            for layer, setting in enumerate(settings):
-                if setting not in settings[:layer]:
-                    try:
-                        self.build_attention(setting)
-                    except (TypeError, ValueError) as error:
-                        raise type(error)(f"layer {layer}: {error}") from None
+        try_out(settings, self.build_attention)
         return settings
 
     def build_attention(self, setting: Mapping[str, Any]) -> CausalAttention:

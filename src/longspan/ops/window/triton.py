@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longspan.ops.window import dropout, kernels
+from longspan.ops.window import dropout, kernels, row_kernels
 from longspan.ops.window.pattern import Pattern, Visibility
 
 LOG2E = math.log2(math.e)
@@ -96,13 +96,13 @@ def forward(
         )
         work_lse = query.new_empty((batch * heads, splits * tile.own), dtype=torch.float32)
         start, stop, _, rank, places = masks
-        kernels.global_forward[(splits, batch * heads)](
+        row_kernels.global_forward[(splits, batch * heads)](
             query, key, value, out, lse, work, work_lse, start, stop, rank, places, seed, *inputs,
             n, lse.shape[2], heads, splits, group, scale, drop, boost,
             BM=tile.own, BN=tile.stream,
             **tile.launch(), **options,
         )  # fmt: skip
-        kernels.global_forward_merge[(_mergers(query), batch * heads)](
+        row_kernels.global_forward_merge[(_mergers(query), batch * heads)](
             out, lse, work, work_lse, rank, places, n, lse.shape[2], heads, splits,
             HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
         )  # fmt: skip
@@ -166,14 +166,14 @@ def backward(
             (batch * heads, 3, splits * tile.own, options["D"]), dtype=torch.float32
         )
         start, stop, _, rank, places = masks
-        kernels.global_backward[(splits, batch * heads)](
+        row_kernels.global_backward[(splits, batch * heads)](
             query, key, value, grad, lse, delta, dq, dk, dv, work,
             start, stop, rank, places, seed, *inputs,
             n, lse.shape[2], heads, splits, group, scale, pattern.scale, drop, boost,
             BM=tile.own, BN=tile.stream, ROWS=pattern.global_rows,
             **tile.launch(), **options,
         )  # fmt: skip
-        kernels.global_backward_merge[(_mergers(query), batch * heads)](
+        row_kernels.global_backward_merge[(_mergers(query), batch * heads)](
             dq, dk, dv, work, rank, places, n, heads, splits,
             HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
             ROWS=pattern.global_rows,
@@ -188,7 +188,7 @@ def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> None:
     batch, slots = at.shape
     heads, head_dim = out.shape[2:]
     rows = _rows_dense(rows)
-    kernels.put_rows[(slots, batch)](
+    row_kernels.put_rows[(slots, batch)](
         out, rows, at, *_strides(rows), at.stride(0), at.stride(1), out.shape[1], heads,
         HEADS=triton.next_power_of_2(heads), HEAD_DIM=head_dim, D=_padded_dim(head_dim),
     )  # fmt: skip
