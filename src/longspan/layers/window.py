@@ -8,12 +8,7 @@ from torch.nn.functional import linear
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.position import rotate
-from longspan.ops.rows import (
-    global_attention,
-    global_positions,
-    global_weights,
-    take_rows,
-)
+from longspan.ops.rows import global_positions, global_rows, global_weights, take_rows
 from longspan.ops.window import Visibility, window_attention
 from longspan.ops.window import visibility as describe
 from longspan.ops.window.maps import AttentionMap, attention_map
@@ -163,7 +158,8 @@ class WindowAttention(AttentionLayer):
         )
         if positions is None:
             return made
-        about = {"positions": positions, "seen": seen, "causal": self.causal}
+        scale = (hidden.shape[2] // self.heads) ** -0.5
+        about = {"positions": positions, "seen": seen, "causal": self.causal, "scale": scale}
         if self.qkv_global is None:
             # Keys as they are, rotated or not, projected by nothing further.
             dim = hidden.shape[2]
@@ -210,17 +206,15 @@ class WindowAttention(AttentionLayer):
     ) -> Tensor:
         """[batch, g, heads, head_dim]: what each global token makes of its whole document."""
         assert self.qkv_global is not None
-        dim = hidden.shape[2]
-        _, key_weight, value_weight = self.qkv_global.weight.split(dim)
-        bias = self.qkv_global.bias
-        return global_attention(
-            self._global_query(self.qkv_global, hidden, positions),
+        return global_rows(
             hidden,
-            key_weight,
-            value_weight,
-            None if bias is None else bias[2 * dim :],
+            self.qkv_global.weight,
+            self.qkv_global.bias,
+            heads=self.heads,
             positions=positions,
             seen=seen,
             causal=self.causal,
             dropout_p=dropout_p,
+            # Who asks for one of the slower backends wants PyTorch's own operations.
+            backend="auto" if self.backend in ("auto", "triton") else "plain",
         )

@@ -14,7 +14,7 @@ from longspan.ops.window.pattern import visibility as describe
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     return None if dtype in _FLOATS else f"it computes in floating point, not {dtype}"
 
 
@@ -31,7 +31,7 @@ def _triton_unavailable(device: torch.device) -> str | None:
 _triton_unavailable._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     reason = _triton_unavailable(device)
     if reason is not None:
         return reason
@@ -44,9 +44,9 @@ def _refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 # In the order in which `auto` tries them.
 BACKENDS = (
-    Backend("triton", "fused GPU kernels, forward and backward", _refuse_triton, home="cuda"),
-    Backend("blocked", "PyTorch on blocks, linear memory, any device", _refuse_dtype),
-    Backend("reference", "dense attention under a mask, n x n memory: the oracle", _refuse_dtype),
+    Backend("triton", "fused GPU kernels, forward and backward", refuse_triton, home="cuda"),
+    Backend("blocked", "PyTorch on blocks, linear memory, any device", refuse_dtype),
+    Backend("reference", "dense attention under a mask, n x n memory: the oracle", refuse_dtype),
 )
 
 
@@ -114,7 +114,7 @@ def window_attention(
     if visibility is not None:
         if any(mask is not None for mask in masks.values()):
             raise ValueError("give either the masks or the visibility made from them, not both")
-        _check_visibility(query, visibility)
+        check_visibility(query, visibility)
     chosen = choose(backend, BACKENDS, query.device, query.dtype, query.shape[3]).name
     seed = dropout.new_seed(query.device) if pattern.dropout_p > 0 else None
     if query.numel() == 0:
@@ -217,7 +217,7 @@ def _check_dropout(dropout_p: float) -> float:
     return float(dropout_p)
 
 
-def _check_visibility(like: Tensor, seen: Visibility) -> None:
+def check_visibility(like: Tensor, seen: Visibility) -> None:
     """A description of another batch would send a kernel beyond the end of its rows."""
     if not isinstance(seen, Visibility):
         raise TypeError(f"visibility must come from visibility(...), got {type(seen).__name__}")

@@ -285,7 +285,7 @@ def _blocks(n: int, step: int, block: int) -> int:
 def _splits(query: Tensor, tile: Tile) -> int:
     """Pieces to cut the sequence into so that a few global rows occupy the whole GPU."""
     batch, n, heads, _ = query.shape
-    wanted = _cdiv(4 * _processors(query.device), batch * heads)
+    wanted = _cdiv(4 * processors(query.device), batch * heads)
     longest = _cdiv(n, 4 * tile.stream)
     return max(1, min(wanted, longest, MOST_SPLITS))
 
@@ -306,7 +306,7 @@ def _fitted_tile(
     """The measured best cut, shrunk until it fits the GPU's shared memory."""
     tile = _best_tile(kernel, head_dim, dtype, bulk)
     row = _padded_dim(head_dim) * dtype.itemsize
-    limit = _shared_memory(device)
+    limit = shared_memory(device)
     while 2 * row * (tile.own + tile.stages * tile.stream) > limit:
         if tile.stages > 1:
             tile = tile._replace(stages=tile.stages - 1)
@@ -340,14 +340,14 @@ def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype, bulk: bool) -> Ti
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes one program may use, less what Triton keeps for itself."""
     if device.type != "cuda":
         return 200_000
