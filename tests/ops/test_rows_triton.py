@@ -83,7 +83,8 @@ def run(case: Case, backend: str, dtype: torch.dtype, via: torch.dtype, device) 
     """Output and all gradients, computed in `dtype` on numbers that `via` can hold."""
     made = case.inputs()
     leaves = [t.to(via).to(device, dtype).requires_grad_() for t in made["leaves"]]
-    hidden, weight, bias = (*leaves, None)[:3]
+    hidden, weight = leaves[:2]
+    bias = leaves[2] if case.bias else None
     positions = made["positions"].to(device)
     masks = {k: v.to(device) for k, v in made["masks"].items()}
     options = {
@@ -96,11 +97,11 @@ def run(case: Case, backend: str, dtype: torch.dtype, via: torch.dtype, device) 
     torch.manual_seed(case.seed)  # all draw the same seed for dropout
     if case.given:
         inner = case.heads * case.head_dim
-        weights = weight.split(inner)
-        biases = (None,) * 3 if bias is None else bias.split(inner)
-        query = linear(take_rows(hidden, positions), weights[0], biases[0])
+        query_weight, key_weight, value_weight = weight.split(inner)
+        query_bias, _, value_bias = (None,) * 3 if bias is None else bias.split(inner)
+        query = linear(take_rows(hidden, positions), query_weight, query_bias)
         query = query.unflatten(-1, (case.heads, -1))
-        out = global_attention(query, hidden, *weights[1:], biases[2], **options)
+        out = global_attention(query, hidden, key_weight, value_weight, value_bias, **options)
     else:
         out = global_rows(hidden, weight, bias, heads=case.heads, **options)
     assert (out.shape, out.dtype) == (made["grad"].shape, dtype)
@@ -136,7 +137,7 @@ def assert_within_budget(case: Case, dtype: torch.dtype, device: torch.device) -
 PLAIN = Case(2, 70, 3, 2, 16, 48)
 EXAMPLES = [
     PLAIN,
-    PLAIN.__class__(1, 1, 1, 1, 4, 12),
+    Case(1, 1, 1, 1, 4, 12),
     replace(PLAIN, dim=96, causal=True, padding="holes", empty=2),
     replace(PLAIN, padding="all"),
     replace(PLAIN, batch=1, documents=4, slots=9, dropout_p=0.3),

@@ -86,9 +86,8 @@ def backward_op(
     dquery, dhidden, dweight, dbias = _backward(grad, (made, folded, pooled, lse, mass), call)
     assert dhidden is not None
     assert dweight is not None
-    nothing = hidden.new_empty(0)
     return (
-        nothing if dquery is None else dquery,
+        hidden.new_empty(0) if dquery is None else dquery,
         dhidden,
         dweight,
         hidden.new_empty(0) if dbias is None else dbias,
