@@ -120,7 +120,9 @@ class WindowAttention(AttentionLayer):
             )
         seen = self._own(seen)
         dropout_p = self.dropout if self.training else 0.0
-        query, key, value = self._project(hidden, seen, position_ids)
+        tensors = (self._project(hidden),)
+        if self.rotary is not None:
+            tensors = self._apart(*tensors, seen, position_ids)
         rows = self.qkv_global is None
         if not rows and seen.rank is not None:
             if positions is None:
@@ -129,9 +131,7 @@ class WindowAttention(AttentionLayer):
                 positions = global_positions(chosen)
             rows = (self._global_rows(hidden, seen, positions, dropout_p), positions)
         return window_attention(
-            query,
-            key,
-            value,
+            *tensors,
             window=self.window,
             dilation=self.dilation,
             visibility=seen,
@@ -152,7 +152,7 @@ class WindowAttention(AttentionLayer):
         """The attention weights of a call, as a band, columns and rows, without n x n memory."""
         seen = self._own(seen)
         positions = positions if self.global_tokens else None
-        query, key, _ = self._project(hidden, seen, position_ids)
+        query, key, _ = self._apart(self._project(hidden), seen, position_ids)
         made = attention_map(
             query, key, window=self.window, dilation=self.dilation, seen=seen, places=positions
         )
@@ -180,15 +180,19 @@ class WindowAttention(AttentionLayer):
         """What this layer makes of a description for all layers."""
         return seen if self.global_tokens else seen._replace(rank=None, places=None)
 
-    def _project(
-        self, hidden: Tensor, seen: Visibility, position_ids: Tensor | None
+    def _project(self, hidden: Tensor) -> Tensor:
+        """Queries, keys and values, [batch, tokens, 3, heads, head_dim]."""
+        return self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
+
+    def _apart(
+        self, stacked: Tensor, seen: Visibility, position_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, tokens, heads, head_dim], rotated if they are to be."""
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        """The three of them, rotated if they are to be."""
+        query, key, value = stacked.unbind(2)
         if self.rotary is None:
             return query, key, value
         if position_ids is None:
-            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            position_ids = torch.arange(stacked.shape[1], device=stacked.device)[None]
             if seen.start is not None:
                 position_ids = position_ids - seen.start
         query, key = rotate(query, key, position=position_ids, base=self.rotary)

@@ -52,8 +52,8 @@ BACKENDS = (
 
 def window_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
     *,
     window: int | tuple[int, int],
     dilation: int | Sequence[int] = 1,
@@ -74,7 +74,9 @@ def window_attention(
 
     Args:
         query: [batch, tokens, heads, head_dim].
-        key, value: the same, or with fewer heads that divide the query's (grouped heads).
+        key, value: the same, or with fewer heads that divide the query's (grouped heads). Without
+            them `query` is all three, [batch, tokens, 3, heads, head_dim], as one projection gives
+            them: their gradient is then one tensor too, and a training step copies less.
         window: `(left, right)` steps, or an even int for half on each side. A query always sees
             itself, so 512 means 513 keys. 0 is (0, 0), hence causal.
         dilation: tokens per step, one for all heads or one per head; 1 = none.
@@ -96,6 +98,9 @@ def window_attention(
 
     Gradients can be taken once; `backend="reference"` allows higher derivatives.
     """
+    stacked = _check_stacked(query) if key is None and value is None else None
+    if stacked is not None:
+        query, key, value = stacked.unbind(2)
     query, key, value = _check_tensors(query, key, value)
     pattern = Pattern(
         *check_window(window),
@@ -125,7 +130,8 @@ def window_attention(
         return out if rows is None or at is None else reference.put_rows(out, rows, at)
     if visibility is None:
         visibility = describe(query, **masks)
-    return autograd.attend(query, key, value, visibility, pattern, seed, rows, at, chosen)
+    tensors = (query, key, value) if stacked is None else (stacked, None, None)
+    return autograd.attend(*tensors, visibility, pattern, seed, rows, at, chosen)
 
 
 def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
@@ -141,7 +147,22 @@ def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
     return reference.attend(query, key, value, mask, pattern, seed)
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _check_stacked(stacked: Tensor) -> Tensor:
+    """The tensor, in autocast's dtype where that is on."""
+    if not isinstance(stacked, Tensor) or stacked.dim() != 5 or stacked.shape[2] != 3:
+        raise ValueError(
+            "without key and value, query must be all three, [batch, tokens, 3, heads, head_dim], "
+            f"got {tuple(getattr(stacked, 'shape', ()))}"
+        )
+    kind = stacked.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return stacked
+    return stacked.to(torch.get_autocast_dtype(kind))
+
+
+def _check_tensors(
+    query: Tensor, key: Tensor | None, value: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors, in autocast's dtype where that is on, as torch's own attention does it."""
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if not isinstance(tensor, Tensor):
