@@ -7,8 +7,9 @@ Reading aids:
 - *Two kinds of kernels.* `pool` and `pool_backward` pass over the hidden states, once each. The
   others are products with one head's weights, over slots alone; each does at one go what would be
   several small kernels, whose gaps cost more than their work.
-- *Hidden states stand on the left of every product*, rows of global tokens on the right: the matrix
-  units of recent GPUs want at least 64 numbers on the left, and there are few global tokens.
+- *Who stands on the left of a product.* Hopper's wide instructions want at least 64 numbers there,
+  so in the pooling it is the hidden states, and the few rows stand on the right. In the scores it
+  is the rows all the same: the other way takes so many addresses that registers spill (LOG.md).
 - *Any width.* Tiles have powers of two, so a hidden state is held in two: 768 = 512 + 256 (WIDE
   and NARROW, which is 0 where one is enough).
 - *Pieces.* Few rows leave most of a GPU idle, so the sequence is cut into `parts`, each with its
@@ -31,7 +32,8 @@ from longspan.ops.window.kernels import (
 )
 from longspan.ops.window.row_kernels import piece
 
-COUNTS = ["n", "many", "slots", "heads", "rows", "parts", "drop", "n_row", "at_batch", "at_slot"]
+# As in the window kernels: compiled once for all of these.
+COUNTS = ["n", "many", "slots", "heads", "rows", "parts", "drop", "at_batch", "at_slot"]
 
 
 @triton.jit

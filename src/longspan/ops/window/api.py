@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,9 +161,7 @@ def _check_stacked(stacked: Tensor) -> Tensor:
     return stacked.to(torch.get_autocast_dtype(kind))
 
 
-def _check_tensors(
-    query: Tensor, key: Tensor | None, value: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors, in autocast's dtype where that is on, as torch's own attention does it."""
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if not isinstance(tensor, Tensor):
