@@ -19,6 +19,9 @@ from longspan.ops.window.pattern import Visibility
 # where float32 products must be exact, which takes three of them.
 MOST_BYTES = 4096
 MOST_EXACT = 256
+# So many rows fill PyTorch's own matrix products; the fused kernels then win by their backward
+# pass alone.
+MANY_ROWS = 64
 
 
 def _refuse_triton(
@@ -162,6 +165,12 @@ def _choose(
     if late is None:
         late = backend == "triton" or rows < dim
     dtype = _autocast(hidden) or hidden.dtype
+    if (
+        backend == "auto"
+        and rows > MANY_ROWS
+        and not (hidden.requires_grad and torch.is_grad_enabled())
+    ):
+        backend = "plain"
     chosen = choose(backend, BACKENDS, hidden.device, dtype, head_dim, dim, late).name
     if hidden.numel() == 0 or positions.numel() == 0:
         chosen = "plain"  # there is nothing to launch a kernel for

@@ -249,10 +249,12 @@ def _tile(kernel: str, rows: int, dim: int, dtype: torch.dtype, device: torch.de
     tokens stream through `stages - 1` buffers, so that with three some arrive while others are
     worked on."""
     row = sum(_columns(dim)) * dtype.itemsize
-    held = 16 if rows <= 16 or row > 2048 else 32
+    held = 16 if rows <= 16 or row > 2048 or kernel == "backward" else 32
     kept = (2 if kernel == "backward" else 1) * held * row
     if dtype == torch.float32:
         tile = Tile(16, 32, 16 if dim > 256 else 8, 2)
+    elif kernel == "backward":
+        tile = Tile(held, 32, 4, 3)
     else:
         tile = Tile(held, 64, 8 if row >= 1024 else 4, 3)
     limit = shared_memory(device) - 4096  # what the weights pass through
