@@ -42,3 +42,20 @@ def test_models_are_measured(kind, name):
     assert point.ms > 0
     assert point.mib > 0
     assert point.eager_ms is not None
+
+
+def test_what_waits_for_the_device_is_not_captured():
+    """A capture that fails would keep memory and torch's generator for itself."""
+    from longspan.bench.benchmark import Contender, Workload
+
+    def build(case, device):
+        x = torch.randn(64, 64, device=device, requires_grad=True)
+        return Workload(lambda: x * float(x.sum()), [x], x)
+
+    settings = Settings(device="cuda", threads=1, warmup_ms=1, rep_ms=5)
+    contender = Contender("waiting", "waits", build)
+    (point,) = measure(AttentionCase(tokens=64), "forward", [contender], settings)
+    assert point.error is None
+    assert point.ms == point.eager_ms
+    assert torch.cuda.get_sync_debug_mode() == 0
+    torch.randn(4, device="cuda")

@@ -90,26 +90,27 @@ def _capture(run: Any, workload: Workload, passes: int) -> _Replay | None:
     """The passes as one CUDA graph, or None if it turns out that they cannot be one."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            workload.clear()
-            run()
-    torch.cuda.current_stream().wait_stream(aside)
-    workload.clear()
-    graph = torch.cuda.CUDAGraph()
+    # A capture that fails half-way keeps its memory for good, and torch's generator with it. What
+    # makes one fail is waiting for the device, so that is looked for first.
+    before = torch.cuda.get_sync_debug_mode()
     try:
-        with torch.cuda.graph(graph):
-            for _ in range(passes):
+        with torch.cuda.stream(aside):
+            for mode in ("default", "error"):
+                torch.cuda.set_sync_debug_mode(mode)
                 workload.clear()
                 run()
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        torch.cuda.synchronize()
-        # Its state still believes in the capture and would refuse to draw another number.
-        fresh = torch.Generator("cuda").manual_seed(0)
-        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
         return None
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(passes):
+            workload.clear()
+            run()
     return _Replay(graph, passes)
 
 
