@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
 from longspan.models import LongspanConfig, LongspanForCoreference
-from longspan.models.coreference import Linker, _features
+from longspan.models.coreference import Linker, _centered, _features
 
 WORDS = 17
 
@@ -170,6 +170,22 @@ def test_gradients_reach_every_weight():
     for name, parameter in made.named_parameters():
         assert parameter.grad is not None, name
         assert bool(parameter.grad.isfinite().all()), name
+
+
+def test_what_all_tokens_share_does_not_matter():
+    """Packed or padded, each piece by itself."""
+    states = torch.randn(7, 5)
+    shift = torch.randn(2, 5) * 100
+    shared = torch.cat([shift[:1].expand(3, 5), shift[1:].expand(4, 5)])
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    packed = _centered((states + shared)[None], None, bounds)
+    torch.testing.assert_close(packed, _centered(states[None], None, bounds), rtol=1e-4, atol=1e-4)
+    rows = torch.zeros(2, 4, 5)
+    rows[0, :3], rows[1] = states[:3], states[3:]
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    padded = _centered(rows + shift[:, None], mask, None)[mask.bool()]
+    torch.testing.assert_close(padded, packed[0], rtol=1e-4, atol=1e-4)
+    assert float(packed[0, :3].mean(dim=0).abs().max()) < 1e-4
 
 
 def test_it_is_saved_with_its_settings(tmp_path):

@@ -178,8 +178,8 @@ def test_words_of_several_tokens_begin_and_end_where_they_do(tmp_path):
 
 def links(first, last, mention, antecedents, scores):
     padded = torch.cat([torch.zeros(len(first), 1), torch.tensor(scores)], dim=1)
-    made = (torch.tensor(one) for one in (first, last, mention, antecedents))
-    return Links(*made, padded)
+    first, last, mention, antecedents = map(torch.tensor, (first, last, mention, antecedents))
+    return Links(first, last, mention, antecedents, padded)
 
 
 def test_decoding():

@@ -94,7 +94,6 @@ def test_a_head_may_learn_at_another_rate():
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
-        num_labels=2,
     )
     model = LongspanForSequenceClassification(config)
     for scale in (1.0, 10.0):

@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, gelu, logsigmo
 from transformers.utils.generic import ModelOutput
 
 from longspan.models.config import LongspanConfig
+from longspan.models.encoder import mean_tokens
 from longspan.models.heads import Transform, _Head
 
 _DISTANCES = 12  # buckets, of which each is twice as wide as the one before
@@ -57,6 +58,8 @@ class LongspanForCoreference(_Head):
         super().__init__(config)
         self.linker = Linker(config, **getattr(config, "coreference", {}))
         self.post_init()
+        # Of some twenty spans that begin with a word, hardly one is a mention.
+        nn.init.constant_(self.linker.opens.bias, -4.0)
 
     def forward(
         self,
@@ -86,7 +89,8 @@ class LongspanForCoreference(_Head):
             None,
             attention_mask=attention_mask,
         )
-        states = encoded.last_hidden_state.flatten(0, 1)
+        assert encoded.last_hidden_state is not None
+        states = _centered(encoded.last_hidden_state, attention_mask, cu_seqlens).flatten(0, 1)
         sizes = words.tolist()
         right = None if mentions is None or counts is None else mentions.split(counts.tolist())
         links, losses, begin = [], [], 0
@@ -257,6 +261,17 @@ class Linker(nn.Module):
             flat[possible], (labels > 0)[possible].float(), reduction="sum"
         )
         return (links + mentions) / len(chosen)
+
+
+def _centered(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """States without what all tokens of a piece share, which tells none from another; in encoders
+    that were trained to embed whole texts it is nearly all of them."""
+    means = mean_tokens(hidden, attention_mask, cu_seqlens)
+    if cu_seqlens is None:
+        return hidden - means[:, None]
+    places = torch.arange(hidden.shape[1], device=hidden.device, dtype=cu_seqlens.dtype)
+    piece = torch.searchsorted(cu_seqlens, places, right=True) - 1
+    return hidden - means[piece]
 
 
 def _features(
