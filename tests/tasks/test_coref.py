@@ -116,6 +116,13 @@ def test_a_run_resumes_to_the_same_losses(tmp_path):
     assert one == two
 
 
+def test_half_precision_trains_and_scores(tmp_path):
+    made = recipe("coref", tmp_path, **SMALL, precision="bf16", epochs=0.5)
+    results = finetune(make_task(made), tmp_path / "run", console=QUIET)
+    assert 0 <= results["test"]["conll"] <= 1
+    assert "clusters" in longspan.pipeline(tmp_path / "run")("the cat is in a house .")
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_documents_do_not_disturb_one_another(packed, tmp_path):
     """Nor do pieces: together, alone, packed and padded, every span has the same scores."""
