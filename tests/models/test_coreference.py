@@ -23,7 +23,14 @@ def small_config():
 
 def linker(**changes):
     torch.manual_seed(0)
-    settings = {"longest": 4, "keep": 1.0, "antecedents": 6, "size": 8, "dropout": 0.0, "genres": 1}
+    settings = {
+        "longest": 4,
+        "keep": 1.0,
+        "antecedents": 6,
+        "size": 8,
+        "dropout": 0.0,
+        "genres": ["talk"],
+    }
     made = Linker(small_config(), **settings | changes).double()
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
@@ -190,7 +197,7 @@ def test_what_all_tokens_share_does_not_matter():
 
 def test_it_is_saved_with_its_settings(tmp_path):
     config = small_config()
-    config.coreference = {"longest": 3, "size": 8, "genres": 2, "singletons": True}
+    config.coreference = {"longest": 3, "size": 8, "genres": ["a", "b"], "singletons": True}
     model = LongspanForCoreference(config).eval()
     model.save_pretrained(tmp_path)
     again = LongspanForCoreference.from_pretrained(tmp_path)

@@ -9,6 +9,7 @@ equal words. Everything that is kept is linear in the document's length.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ class LongspanForCoreference(_Head):
     """Mentions and their antecedents; no token is global unless a mask says so.
 
     `config.coreference` has the head's settings: "longest", "keep", "antecedents", "size" and
-    "dropout" as in `train.finetuning.Mentions`, and the number of "genres".
+    "dropout" as in `train.finetuning.Mentions`, and the names of the "genres". `genre` 0 is any
+    other.
     """
 
     def __init__(self, config: LongspanConfig) -> None:
@@ -123,7 +125,7 @@ class Linker(nn.Module):
         antecedents: int = 50,
         size: int = 256,
         dropout: float = 0.3,
-        genres: int = 0,
+        genres: Sequence[str] = (),
         **rest: Any,
     ) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class Linker(nn.Module):
         self.both = nn.Linear(size, size, bias=False)
         self.distance = nn.Embedding(_DISTANCES, size)
         self.speaker, self.same = nn.Embedding(3, size), nn.Embedding(3, size)
-        self.genre = nn.Embedding(genres + 1, size)
+        self.genre = nn.Embedding(len(genres) + 1, size)
         self.fine = nn.Linear(size, 1)
 
     def forward(

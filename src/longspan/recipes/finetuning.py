@@ -102,7 +102,14 @@ def coref() -> Finetuning:
 
 def litbank() -> Finetuning:
     """Characters, places and things in novels, singletons included: --data TRAIN --test DEV."""
-    return replace(coref(), name="litbank", mentions=Mentions(longest=20, keep=0.3), epochs=30.0)
+    return replace(
+        coref(),
+        name="litbank",
+        mentions=Mentions(longest=20, keep=0.3),
+        epochs=30.0,
+        learning_rate=1e-4,
+        optimizer=Optimizer(clip=1.0, schedule="linear", head_scale=5.0),
+    )
 
 
 def ontonotes() -> Finetuning:

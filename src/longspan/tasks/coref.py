@@ -88,51 +88,56 @@ class Resolver:
             packed=self.recipe.packed,
             pad_id=self.tokenizer.pad_token_id,
         )
-        columns: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("first", "last", "sentence", "speaker", "form")
-        }
-        mentions, sizes, counts = [], [], []
+        made = []
         for document, group in zip(documents, own, strict=True):
             at, begins = begins[: len(group)], begins[len(group) :]
-            place = np.concatenate(
-                [
-                    np.arange(*piece.span) + begin + piece.begin - piece.span[0]
-                    for begin, piece in zip(at, group, strict=True)
-                ]
+            made.append(self._columns(document, group, at))
+        joined = {name: np.concatenate([one[name] for one in made]) for name in made[0]}
+        given = {
+            "words": [len(one["first"]) for one in made],
+            "genre": [genres.get(one.words.genre, 0) for one in documents],
+            **joined,
+        }
+        if right:
+            given["counts"] = [len(one["mentions"]) for one in made]
+        else:
+            del given["mentions"]
+        return batch | {name: torch.as_tensor(values) for name, values in given.items()}
+
+    def _columns(
+        self, document: Document, found: Sequence[Piece], begins: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """What is known of each word that is read, and the right mentions among those."""
+        places = [
+            np.arange(*piece.span) + begin + piece.begin - piece.span[0]
+            for begin, piece in zip(begins, found, strict=True)
+        ]
+        place, words = np.concatenate(places), document.words
+        size = int((document.last < len(place)).sum())  # "head" may leave some unread
+        if size == 0:
+            raise ValueError(
+                f"{words.id}: its first word has more tokens than the model reads, {self.room}"
             )
-            words = document.words
-            size = int((document.last < len(place)).sum())  # "head" may leave some unread
-            if size == 0:
-                raise ValueError(
-                    f"{words.id}: its first word has more tokens than the model reads, {self.room}"
-                )
-            for name, values in (
-                ("first", place[document.first[:size]]),
-                ("last", place[document.last[:size]]),
-                ("sentence", words.sentence[:size]),
-                ("speaker", words.speaker[:size]),
-                ("form", words.form[:size]),
-            ):
-                columns[name].append(values)
-            some = [
-                (*mention, number)
-                for number, cluster in enumerate(words.clusters)
-                for mention in cluster
-                if mention[1] < size
-            ]
-            mentions.append(np.array(some, dtype=np.int64).reshape(-1, 3))
-            sizes.append(size)
-            counts.append(len(some))
-        made = {name: np.concatenate(values) for name, values in columns.items()}
-        made |= {"words": sizes, "genre": [genres.get(one.words.genre, 0) for one in documents]}
-        made |= {"mentions": np.concatenate(mentions), "counts": counts} if right else {}
-        return batch | {name: torch.as_tensor(values) for name, values in made.items()}
+        mentions = [
+            (*mention, number)
+            for number, cluster in enumerate(words.clusters)
+            for mention in cluster
+            if mention[1] < size
+        ]
+        return {
+            "first": place[document.first[:size]],
+            "last": place[document.last[:size]],
+            "sentence": words.sentence[:size],
+            "speaker": words.speaker[:size],
+            "form": words.form[:size],
+            "mentions": np.array(mentions, dtype=np.int64).reshape(-1, 3),
+        }
 
     @torch.no_grad()
     def resolve(self, model: Any, document: Document) -> Clusters:
         """The clusters of a document, as first and last word of each mention."""
         settings = model.config.coreference
-        batch = self.collate([document], _numbered(settings["genre_names"]), right=False)
+        batch = self.collate([document], _numbered(settings["genres"]), right=False)
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
         links = Links(*(tensor.cpu() for tensor in model(**batch).links[0]))
         return decode(links, singletons=settings["singletons"])
@@ -194,22 +199,21 @@ class Coref(Resolver, ExampleTask):
             f"{len(own):,} {name} ({sum(len(one.words.offsets) for one in own):,} words)"
             for name, own in self.documents._asdict().items()
         )
-        mentions = [
-            (last - first >= self.recipe.mentions.longest, sentence[first] != sentence[last])
+        longest = self.recipe.mentions.longest
+        unreachable = [
+            last - first >= longest or one.words.sentence[first] != one.words.sentence[last]
             for split in self.documents
-            for words in (one.words for one in split)
-            for sentence in (words.sentence,)
-            for cluster in words.clusters
+            for one in split
+            for cluster in one.words.clusters
             for first, last in cluster
         ]
         alone = "found" if self.singletons else "left out"
         found = [f"documents: {sizes}; singletons are {alone}", *self.skips.lines()]
-        lost = sum(wide or across for wide, across in mentions)
-        if lost:
+        if any(unreachable):
+            lost, share = sum(unreachable), sum(unreachable) / len(unreachable)
             found.append(
-                f"{lost:,} of {len(mentions):,} mentions ({lost / len(mentions):.1%}) have more "
-                f"than {self.recipe.mentions.longest} words or leave their sentence, and cannot "
-                "be found"
+                f"{lost:,} of {len(unreachable):,} mentions ({share:.1%}) have more than {longest} "
+                "words or leave their sentence, and cannot be found"
             )
         return [*found, *([self.reach.share(self.recipe.too_long)] if self.reach.too_long else [])]
 
@@ -243,8 +247,7 @@ class Coref(Resolver, ExampleTask):
             "antecedents": given.antecedents,
             "size": given.size,
             "dropout": given.dropout,
-            "genres": len(self.genres),
-            "genre_names": self.genres,
+            "genres": self.genres,
             "singletons": self.singletons,
         }
         return build_model(

@@ -123,11 +123,11 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
     unfinished = checkpoint.unfinished(output)
     with predictions.open(encoding="utf8") as lines, unfinished.open("w", encoding="utf8") as file:
         for row, line in zip(read_rows(source), lines, strict=True):
-            words = read_words(row, columns)
-            if words is None:
-                continue
             document = row.values
             if "lines" not in document:
+                words = read_words(row, columns)
+                if words is None:
+                    continue
                 speakers = row.values.get(columns.get("speakers", "speakers")) or []
                 document = {
                     "id": words.id,
