@@ -13,9 +13,12 @@ from longspan.tasks.embed import Span
 Clusters = list[list[Span]]  # first and last word of each mention
 
 EMPTY = "the document is empty"
-_WORDS = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")  # noqa: RUF001
-_CLOSING = set("\"'”’)]»")  # noqa: RUF001
-_ABBREVIATED = {"mr", "mrs", "ms", "dr", "st", "prof", "jr", "sr", "messrs", "capt", "col", "rev"}
+# Titles and initials keep their full stop, and what follows a possessor is a word of its own.
+_WORDS = re.compile(
+    r"\b(?:Mr|Mrs|Ms|Messrs|Dr|St|Prof|Jr|Sr|Capt|Col|Rev|[A-HJ-Z])\."
+    r"|['’]s\b|\w+(?:['’](?!s\b)\w+)*|[^\w\s]"  # noqa: RUF001
+)
+_ENDING, _CLOSING = set(".!?…"), set("\"'”’)]»")  # noqa: RUF001
 
 
 class Words(NamedTuple):
@@ -146,13 +149,7 @@ def _cut(text: str) -> tuple[np.ndarray, np.ndarray]:
         if "\n\n" in before or (ended and before):
             number, ended = number + 1, False
         sentence[place] = number
-        if word[0] in ("!", "?", "…"):
-            ended = True
-        elif word[0] == ".":
-            last = found[place - 1][0] if place else ""
-            ended = not (last.lower() in _ABBREVIATED or (len(last) == 1 and last.isupper()))
-        elif word[0] not in _CLOSING:
-            ended = False
+        ended = word[0] in _ENDING or (ended and word[0] in _CLOSING)
     return offsets, sentence
 
 
