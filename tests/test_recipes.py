@@ -44,8 +44,7 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     source = FINETUNING[name]()
     assert source.name == name
     assert summary(name).endswith(".")
-    kind = "classify" if source.task == "classify" else "spans"
-    toy = toy_recipe(kind, tmp_path)
+    toy = toy_recipe(source.task, tmp_path)
     settings = {
         "batch": 4,
         "accumulate": 1,
@@ -59,6 +58,14 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     task = make_task(change(source, settings))
     found = finetune(task, tmp_path / "run", console=Console(quiet=True))
     assert source.measure in found["test"]
+
+
+def test_coreference_is_as_published():
+    made = FINETUNING["ontonotes"]()
+    assert made.learning_rate == 1e-5
+    assert made.learning_rate * made.optimizer.head_scale == 1e-4
+    assert (made.model.length, made.too_long, made.overlap) == (4096, "split", 0)
+    assert made.model.global_tokens is None
 
 
 def test_finetuning_is_as_published():

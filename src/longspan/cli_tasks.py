@@ -99,12 +99,15 @@ def predict(
     too_long: Annotated[
         str | None, typer.Option(help="refuse, split or head; as the run has it by default.")
     ] = None,
+    conll: Annotated[
+        Path | None, typer.Option(help="The clusters of a coreference run as CoNLL-2012, too.")
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Predict every row of a table, in its order, as JSON lines; a killed one can be resumed."""
     from transformers.utils import logging
 
-    from longspan.tasks.predict import Pipeline, predict_file
+    from longspan.tasks.predict import Pipeline, predict_file, write_clusters
 
     logging.disable_progress_bar()
     console = Console()
@@ -119,6 +122,8 @@ def predict(
     policy: Any = too_long
     try:
         use = Pipeline(run, which=checkpoint, too_long=policy)
+        if conll is not None and use.recipe.task != "coref":
+            raise ValueError(f"--conll: {run} finds no clusters, its task is {use.recipe.task}")
         with console.status("predicting ...") as status:
             count = predict_file(
                 use,
@@ -128,6 +133,8 @@ def predict(
                 batch=batch,
                 progress=lambda done: status.update(f"{done:,} rows"),
             )
+        if conll is not None:
+            write_clusters(use, file, target, conll)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:

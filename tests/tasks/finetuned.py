@@ -50,12 +50,33 @@ def asked(path: Path, count: int = 30, words: int = 40) -> Path:
     return path
 
 
+def told(path: Path, count: int = 30, sentences: int = 4) -> Path:
+    """JSON lines: a cat and a dog, each a cluster of all words for it; rivers are no mentions."""
+    random = np.random.default_rng(0)
+    with path.open("w") as file:
+        for index in range(count):
+            made, clusters = [], {"cat": [], "dog": []}
+            words = 0
+            for _ in range(sentences):
+                animal, place = ["cat", "dog"][random.integers(2)], FILLER[random.integers(6, 8)]
+                article = ["the", "a"][random.integers(2)]
+                made.append([article, animal, "is", "in", "the", place, "."])
+                clusters[animal].append([words, words + 1])
+                words += 7
+            kept = [one for one in clusters.values() if one]
+            line = {"id": f"d{index}", "sentences": made, "clusters": kept}
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
 def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
     """A recipe at toy size, from a tiny checkpoint; names may have __ for a dot."""
     source = tiny_checkpoint(folder / "source")
     if name == "classify":
         data = labelled(folder / "animals.csv")
         columns = {"text": "body", "label": "animal"}
+    elif name == "coref":
+        data, columns = told(folder / "told.jsonl"), {}
     else:
         data, columns = asked(folder / "asked.jsonl"), {}
     settings = {

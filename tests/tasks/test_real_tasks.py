@@ -10,7 +10,9 @@ from hub.test_real import granite, minilm
 from tasks.finetuned import QUIET
 
 import longspan
+from longspan.data.tables import read_rows
 from longspan.recipes import FINETUNING
+from longspan.tasks.coref_measures import coref_counts, coref_measures
 from longspan.tasks.finetune import finetune, make_task
 from longspan.train.recipe import change
 
@@ -76,3 +78,48 @@ def test_answers_in_contracts_come_back_exactly():
     assert inside > 100
     batch = task.collate([task.asked.train[0]])
     assert int(np.prod(batch["input_ids"].shape)) >= len(task.asked.train[0].document.ids)
+
+
+def test_mentions_in_novels_come_back_exactly():
+    """Through tokens and back: every mention of a novel is among the candidates or counted."""
+    novels = data("litbank-coref-dev.jsonl.xz")
+    settings = {"model.source": str(granite()), "data.train": novels}
+    task = make_task(change(FINETUNING["litbank"](), settings))
+    assert task.singletons is True
+    assert "12 of 3,564 mentions (0.3%) have more than 20 words" in task.notes()[1]
+    for document in (one for split in task.documents for one in split):
+        offsets = document.words.offsets
+        for place in range(0, len(offsets), 97):
+            start, stop = offsets[place]
+            ids = document.ids[document.first[place] : document.last[place] + 1]
+            assert task.tokenizer.decode(ids).strip() == document.words.text[start:stop]
+    perfect = task.documents.test[0].words.clusters
+    assert coref_measures(coref_counts(perfect, perfect))["conll"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_real_checkpoint_learns_who_is_who(tmp_path):
+    """Twenty steps on the beginnings of four novels: mentions are told from other spans."""
+    source, short = data("litbank-coref-dev.jsonl.xz"), tmp_path / "short.jsonl"
+    with short.open("w") as file:
+        for row in list(read_rows(source))[:6]:
+            sentences = row.values["sentences"][:12]
+            words = sum(map(len, sentences))
+            clusters = [[m for m in own if m[1] < words] for own in row.values["clusters"]]
+            line = {"sentences": sentences, "clusters": [own for own in clusters if own]}
+            file.write(json.dumps(line) + "\n")
+    settings = {
+        "model.source": str(granite()),
+        "model.length": 512,
+        "data.train": str(short),
+        "epochs": 5.0,
+        "precision": "no",
+        "evaluation.every": 0,
+        "log_every": 4,
+    }
+    task = make_task(change(FINETUNING["litbank"](), settings))
+    results = finetune(task, tmp_path / "run", console=QUIET)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "split" not in line]
+    assert losses[-1] < 0.9 * losses[0]
+    assert 0 <= results["test"]["conll"] <= 1

@@ -2,7 +2,12 @@
 
 import torch
 
-from longspan.models import LongspanDecoderConfig, LongspanForCausalLM
+from longspan.models import (
+    LongspanConfig,
+    LongspanDecoderConfig,
+    LongspanForCausalLM,
+    LongspanForSequenceClassification,
+)
 from longspan.train.optim import build_optimizers, set_learning_rate
 from longspan.train.recipe import Optimizer
 
@@ -80,3 +85,25 @@ def test_muon_moves_weights_as_far_as_adamw():
             optimizer.step()
         moved[kind] = (weight.detach() - before).square().mean().sqrt().item()
     assert 0.1 < moved["muon"] / moved["adamw"] < 2.0
+
+
+def test_a_head_may_learn_at_another_rate():
+    config = LongspanConfig(
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    model = LongspanForSequenceClassification(config)
+    for scale in (1.0, 10.0):
+        (made,) = build_optimizers(model, Optimizer(weight_decay=0.1, head_scale=scale))
+        set_learning_rate([made], 0.5)
+        found = {
+            id(p): (g["lr"], g["weight_decay"]) for g in made.param_groups for p in g["params"]
+        }
+        assert len(found) == len(list(model.parameters()))
+        for name, parameter in model.named_parameters():
+            rate = 0.5 if name.startswith("encoder.") else 0.5 * scale
+            decay = 0.0 if parameter.dim() < 2 else 0.1
+            assert found[id(parameter)] == (rate, decay), name

@@ -1,4 +1,5 @@
-"""Rows of a table, one at a time: CSV, TSV, JSON lines, Parquet, SQuAD's JSON, or a hub data set.
+"""Rows of a table, one at a time: CSV, TSV, JSON lines, Parquet, SQuAD's JSON, CoNLL-2012 (a row
+for each document), or a hub data set.
 
 Nothing is read ahead, so a file may be larger than memory. Every row knows where it came from, and
 whoever finds fault with it can say so.
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.data.conll import read_conll
+
 HUB = "hub:"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
-_ENDINGS = ".csv, .tsv, .jsonl (each also .xz or .gz), .parquet, .json in SQuAD's form"
+_ENDINGS = ".csv, .tsv, .jsonl, .conll (each also .xz or .gz), .parquet, .json in SQuAD's form"
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,13 @@ def read_rows(source: str | Path) -> Iterator[Row]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a file: {_ENDINGS}")
     kind = (path.with_suffix("") if path.suffix in _OPENERS else path).suffix.lower()
+    if kind.endswith("conll"):  # OntoNotes has .v4_gold_conll
+        kind = ".conll"
     readers = {
         ".csv": lambda: _delimited(path, ","),
         ".tsv": lambda: _delimited(path, "\t"),
         ".jsonl": lambda: _json_lines(path),
+        ".conll": lambda: _conll(path),
         ".parquet": lambda: _parquet(path),
         ".json": lambda: _squad(path),
     }
@@ -117,6 +123,15 @@ def _json_lines(path: Path) -> Iterator[Row]:
         if not isinstance(values, dict):
             raise ValueError(f"{path}, line {number}: not a JSON object but {values!r:.60}")
         yield Row(f"{path}, line {number}", values)
+
+
+def _conll(path: Path) -> Iterator[Row]:
+    try:
+        for number, values in read_conll(_lines(path)):
+            yield Row(f"{path}, line {number}", values)
+    except ValueError as error:
+        where = str(error)
+        raise ValueError(where if where.startswith(str(path)) else f"{path}, {where}") from None
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from longspan.models.config import LongspanConfig
+from longspan.models.coreference import LongspanForCoreference
 from longspan.models.decoder import DecoderState, LongspanForCausalLM
 from longspan.models.decoder_config import LongspanDecoderConfig
 from longspan.models.encoder import LongspanModel, LongspanPreTrainedModel
@@ -31,6 +32,7 @@ __all__ = [
     "LongspanConfig",
     "LongspanDecoderConfig",
     "LongspanForCausalLM",
+    "LongspanForCoreference",
     "LongspanForMaskedLM",
     "LongspanForMultipleChoice",
     "LongspanForQuestionAnswering",

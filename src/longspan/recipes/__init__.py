@@ -48,6 +48,9 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
     "spans": finetuning.spans,
     "triviaqa": finetuning.triviaqa,
     "cuad": finetuning.cuad,
+    "coref": finetuning.coref,
+    "litbank": finetuning.litbank,
+    "ontonotes": finetuning.ontonotes,
 }
 
 

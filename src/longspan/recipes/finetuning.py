@@ -5,8 +5,11 @@ two scores, where the paper has binary cross-entropy on one, which is the same m
 validation examples are a twentieth of its training examples.
 """
 
+from dataclasses import replace
+
 from longspan.data.examples import Examples
-from longspan.train.finetuning import Answers, Checks, Finetuning, Start
+from longspan.train.finetuning import Answers, Checks, Finetuning, Mentions, Start
+from longspan.train.recipe import Optimizer
 
 
 def classify() -> Finetuning:
@@ -80,3 +83,35 @@ def cuad() -> Finetuning:
         overlap=256,
         evaluation=Checks(batch=4, limit=500),
     )
+
+
+def coref() -> Finetuning:
+    """Who and what your documents speak of, and where: --data FILE --model, JSON lines or CoNLL."""
+    return Finetuning(
+        name="coref",
+        task="coref",
+        measure="conll",
+        epochs=20.0,
+        batch=1,
+        learning_rate=5e-5,
+        optimizer=Optimizer(clip=1.0, schedule="linear", head_scale=10.0),
+        too_long="split",
+        evaluation=Checks(batch=1),
+    )
+
+
+def litbank() -> Finetuning:
+    """Characters, places and things in novels, singletons included: --data TRAIN --test DEV."""
+    return replace(
+        coref(),
+        name="litbank",
+        mentions=Mentions(longest=20, keep=0.3),
+        epochs=30.0,
+        learning_rate=1e-4,
+        optimizer=Optimizer(clip=1.0, schedule="linear", head_scale=5.0),
+    )
+
+
+def ontonotes() -> Finetuning:
+    """OntoNotes in CoNLL-2012's form as published, segments of 4,096; F1 78.6 in the paper."""
+    return replace(coref(), name="ontonotes", learning_rate=1e-5)

@@ -8,8 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from longspan.data.conll import write_conll
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.finetune import TASKS, half, load_model
+from longspan.tasks.mentions import read_words
 from longspan.tasks.start import load_tokenizer
 from longspan.train import checkpoint
 from longspan.train.finetuning import Finetuning, TooLong
@@ -23,6 +25,8 @@ class Pipeline:
     >>> classify("The walls are closing in ...")["label"]
     >>> find = longspan.pipeline("runs/cuad")
     >>> find(contract, question="Governing Law")["answer"]
+    >>> resolve = longspan.pipeline("runs/litbank")
+    >>> resolve(novel)["clusters"][0]
     """
 
     def __init__(
@@ -107,6 +111,33 @@ def predict_file(
             if progress is not None:
                 progress(done)
     return done
+
+
+def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output: Path) -> None:
+    """The predictions of a coreference run, made of `source`, as a CoNLL-2012 file.
+
+    Columns that the source has in that form are kept; else words and speakers alone are known.
+    """
+    columns = use.recipe.data.columns
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = checkpoint.unfinished(output)
+    with predictions.open(encoding="utf8") as lines, unfinished.open("w", encoding="utf8") as file:
+        for row, line in zip(read_rows(source), lines, strict=True):
+            document = row.values
+            if "lines" not in document:
+                words = read_words(row, columns)
+                if words is None:
+                    continue
+                speakers = row.values.get(columns.get("speakers", "speakers")) or []
+                document = {
+                    "id": words.id,
+                    "sentences": words.sentences(),
+                    "speakers": [one for one in speakers if one],
+                }
+            found = json.loads(line).get("clusters", [])
+            clusters = [[mention["words"] for mention in cluster] for cluster in found]
+            file.writelines(write_conll(document, clusters))
+    os.replace(unfinished, output)
 
 
 def _questions(source: str | Path, columns: Mapping[str, str]) -> Iterator[Row]:

@@ -52,4 +52,14 @@ def build_model(
     new: Any = model.base_model
     weights = old.state_dict()
     new.load_state_dict({name: weights[name] for name in new.state_dict()})
+    if (config.global_preset or getattr(head, "preset", None)) == "none":
+        _freeze_global(model)
     return model
+
+
+def _freeze_global(model: Any) -> None:
+    """Projections of global tokens where there are none: they would wait for a gradient in vain,
+    and so would other processes, and a resumed run for what the optimiser knows of them."""
+    for name, parameter in model.named_parameters():
+        if "_global." in name:
+            parameter.requires_grad_(False)

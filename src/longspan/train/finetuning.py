@@ -50,6 +50,29 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class Mentions:
+    """How mentions are found and linked, by the task that does.
+
+    Args:
+        longest: of a mention, in words.
+        keep: spans that are kept for linking, for each word of a document.
+        antecedents: earlier spans that each span is compared with in full, the best by a coarser
+            comparison with all of them.
+        size: of the head's layers.
+        dropout: in the head.
+        singletons: whether mentions that nothing else refers to are to be found; None if the
+            training examples have any.
+    """
+
+    longest: int = 30
+    keep: float = 0.4
+    antecedents: int = 50
+    size: int = 256
+    dropout: float = 0.3
+    singletons: bool | None = None
+
+
+@dataclass(frozen=True)
 class Checks:
     """When and how validation examples are scored.
 
@@ -69,12 +92,14 @@ class Finetuning(Plan):
     """One run on examples.
 
     Args:
-        task: "classify": labels of documents. "spans": answers within documents.
+        task: "classify": labels of documents. "spans": answers within documents. "coref": who
+            and what a document speaks of, and where.
         epochs: passes over the training examples.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
         too_long: what to do with a document beyond `model.length`. "refuse": stop with an error.
-            "split": read it in pieces; classification takes the mean of their scores, and answers
-            are chosen among all of them. "head": read its beginning only, and say of how many.
+            "split": read it in pieces; classification takes the mean of their scores, answers are
+            chosen among all of them, and mentions are linked across them. "head": read its
+            beginning only, and say of how many.
         overlap: of neighbouring pieces, in tokens.
         packed: documents of a batch in one row, without padding.
         measure: which decides what checkpoint is the best.
@@ -85,11 +110,12 @@ class Finetuning(Plan):
     """
 
     name: str
-    task: Literal["classify", "spans"]
+    task: Literal["classify", "spans", "coref"]
     measure: str
     model: Start = Start()
     data: Examples = field(default_factory=Examples)
     answers: Answers = Answers()
+    mentions: Mentions = Mentions()
     epochs: float = 3.0
     batch: int = 32
     learning_rate: float = 3e-5
@@ -123,6 +149,9 @@ def check(recipe: Finetuning) -> None:
     for name in ("warmup", "overlap", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
+    for name in ("longest", "antecedents", "size", "keep"):
+        if not getattr(recipe.mentions, name) > 0:
+            raise ValueError(f"mentions.{name}={getattr(recipe.mentions, name)} must be above 0")
     if recipe.evaluation.batch < 1:
         raise ValueError(f"evaluation.batch={recipe.evaluation.batch} must be at least 1")
 

@@ -10,14 +10,19 @@ def build_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.
     """AdamW alone, or Muon for the matrices inside layers and AdamW for everything else.
 
     Biases, norms and other vectors are not decayed. Each group remembers in "scale" what to
-    multiply the schedule's learning rate by.
+    multiply the schedule's learning rate by; a head on an encoder may have another one.
     """
     matrices, others, vectors = [], [], []
+    head: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    prefix = getattr(model, "base_model_prefix", "")
+    has_head = settings.head_scale != 1.0 and bool(prefix) and hasattr(model, prefix)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.dim() < 2 or name.endswith(("content_bias", "position_bias")):
+        if has_head and not name.startswith(f"{prefix}."):
+            head[parameter.dim() < 2].append(parameter)
+        elif parameter.dim() < 2 or name.endswith(("content_bias", "position_bias")):
             vectors.append(parameter)
         elif (
             settings.kind == "muon"
@@ -31,6 +36,8 @@ def build_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.
     groups = [
         {"params": others, "weight_decay": settings.weight_decay, "scale": 1.0},
         {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
+        {"params": head[0], "weight_decay": settings.weight_decay, "scale": settings.head_scale},
+        {"params": head[1], "weight_decay": 0.0, "scale": settings.head_scale},
     ]
     made: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(

@@ -39,6 +39,7 @@ class Optimizer:
     Args:
         kind: "adamw", or "muon": torch's Muon for the matrices inside layers, AdamW for the rest.
         muon_scale: Muon's learning rate, as a multiple of the phase's.
+        head_scale: the learning rate of what is new on top of an encoder, as such a multiple.
         clip: the largest norm of the gradient; 0 = any.
         schedule: what follows warm-up.
         over: whether "cosine" and "linear" run their course within each phase, or over all.
@@ -50,6 +51,7 @@ class Optimizer:
     eps: float = 1e-8
     weight_decay: float = 0.01
     muon_scale: float = 1.0
+    head_scale: float = 1.0
     clip: float = 0.25
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     over: Literal["phase", "run"] = "phase"
