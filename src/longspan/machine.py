@@ -38,7 +38,8 @@ def source_digest(*parts: str) -> str:
     digest = hashlib.sha256()
     for part in parts:
         root = PACKAGE / part
-        for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
+        ours = (path for path in root.rglob("*") if path.suffix in (".py", ".h", ".cpp"))
+        for path in [root] if root.is_file() else sorted(ours):
             digest.update(path.relative_to(PACKAGE).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

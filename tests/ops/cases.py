@@ -3,12 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan import window_attention
-from longspan.ops.window import Pattern, reference
+from longspan.ops.window import Pattern, native, reference
+
+# For tests that run on the session's device, which must be the CPU.
+_CANNOT = "the device is a GPU" if torch.cuda.is_available() else native.unavailable()
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(_CANNOT is not None, reason=str(_CANNOT)))
 
 
 @dataclass(frozen=True)

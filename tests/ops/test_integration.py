@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from ops.cases import Case
+from ops.cases import NATIVE, Case
 from torch.utils.checkpoint import checkpoint
 
 from longspan import window_attention
@@ -15,7 +15,7 @@ BACKEND = "triton" if ON_GPU else "blocked"
 CASE = Case(2, 70, 2, 2, 16, (9, 4), (1, 2), padding="holes", global_share=0.1)
 
 
-@pytest.mark.parametrize("backend", ["blocked", "triton"])
+@pytest.mark.parametrize("backend", ["blocked", "triton", NATIVE])
 def test_opcheck(backend, device):
     given = CASE.inputs(torch.float32, device)
     tensors = [t.requires_grad_() for t in given["tensors"]]
@@ -31,7 +31,7 @@ def test_opcheck(backend, device):
     )
 
 
-@pytest.mark.parametrize("backend", ["blocked", "triton"])
+@pytest.mark.parametrize("backend", ["blocked", "triton", NATIVE])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break(dynamic, backend, device):
     def loss(q, k, v, mask, chosen):
@@ -124,7 +124,7 @@ def test_pattern_groups_neighbouring_heads():
     assert pattern.head_groups() == [(0, 2, 1), (2, 4, 2), (4, 5, 1)]
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "blocked", "triton", NATIVE])
 @pytest.mark.parametrize("share", [None, 0.1])
 def test_one_tensor_instead_of_three(backend, share, device):
     """The same numbers, and one gradient in the place of three."""
@@ -141,7 +141,7 @@ def test_one_tensor_instead_of_three(backend, share, device):
         assert torch.equal(apart, together)
 
 
-@pytest.mark.parametrize("backend", ["blocked", "triton"])
+@pytest.mark.parametrize("backend", ["blocked", "triton", NATIVE])
 def test_one_tensor_in_a_graph(backend, device):
     given = CASE.inputs(torch.float32, device)
     stacked = torch.stack(given["tensors"], dim=2).requires_grad_()

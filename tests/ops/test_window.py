@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.cases import FEATURES, Case, cases, run
+from ops.cases import FEATURES, NATIVE, Case, cases, run
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan import window_attention
 from longspan.ops.window import visibility
 
-BACKENDS = ["blocked", "triton"]
+BACKENDS = ["blocked", "triton", NATIVE]
 PLAIN = Case(2, 70, 2, 2, 16, (9, 4), (1, 1))
 
 
@@ -175,7 +175,7 @@ def test_a_global_key_in_the_window_counts_once(backend, device):
     )
 
 
-@pytest.mark.parametrize("backend", ["blocked", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @given(data=st.data())
 @settings(max_examples=6)
 def test_a_prepared_visibility_gives_the_same(backend, device, data):
@@ -225,7 +225,7 @@ def test_dropout_draws_are_uniform_and_independent():
         assert abs((keep * shifted).mean()) < bound / 2
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "blocked", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
 def test_no_tokens_and_no_examples(backend, device):
     for batch, tokens_ in ((0, 5), (2, 0)):
         q = torch.randn(batch, tokens_, 2, 16, device=device, requires_grad=True)
@@ -254,7 +254,7 @@ WRONG = [
     ({"dropout_p": 1.0}, ValueError, "dropout_p"),
     ({"scale": -1.0}, ValueError, "positive"),
     ({"scale": float("nan")}, ValueError, "positive"),
-    ({"backend": "cuda"}, ValueError, "choose from auto, triton, blocked, reference"),
+    ({"backend": "cuda"}, ValueError, "choose from auto, triton, native, blocked, reference"),
     ({"attention_mask": torch.ones(1, 9)}, ValueError, r"\(1, 10\), got \(1, 9\)"),
     ({"attention_mask": torch.zeros(1, 10)}, TypeError, "additive mask"),
     ({"attention_mask": [[1] * 10]}, TypeError, "torch.Tensor"),

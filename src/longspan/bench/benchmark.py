@@ -159,6 +159,16 @@ class Claim:
         return self.measured >= self.target if self.at_least else self.measured <= self.target
 
 
+def our_backend(device: torch.device) -> str:
+    """Named, not "auto", so that a missing kernel is an error and never a slow number. Only on a
+    CPU without a compiler `blocked` is all there can be."""
+    from longspan.ops.window import native
+
+    if device.type == "cuda":
+        return "triton"
+    return "native" if native.unavailable() is None else "blocked"
+
+
 def ratio(over: float | None, under: float | None) -> float | None:
     """None unless both were measured."""
     return None if over is None or not under else over / under

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.bench.attention.cases import AttentionCase
-from longspan.bench.benchmark import Contenders, Workload
+from longspan.bench.benchmark import Contenders, Workload, our_backend
 from longspan.bench.flex import block_mask
 
 CONTENDERS = Contenders()
@@ -37,11 +37,6 @@ def _global_mask(case: AttentionCase, device: torch.device) -> Tensor | None:
     return (positions < case.globals).expand(case.batch, -1).contiguous()
 
 
-def _backend(device: torch.device) -> str:
-    """Named, not "auto", so that a missing kernel is an error and never a slow number."""
-    return "triton" if device.type == "cuda" else "blocked"
-
-
 @contender("longspan", "longspan")
 def _longspan(case: AttentionCase, device: torch.device) -> Workload:
     from longspan.ops.window import visibility, window_attention
@@ -58,7 +53,7 @@ def _longspan(case: AttentionCase, device: torch.device) -> Workload:
             window=case.window,
             dilation=case.dilation,
             visibility=seen,
-            backend=_backend(device),
+            backend=our_backend(device),
         )
 
     return Workload(forward, [q, k, v], q)
@@ -79,7 +74,7 @@ def _longspan_unprepared(case: AttentionCase, device: torch.device) -> Workload:
             window=case.window,
             dilation=case.dilation,
             global_mask=mask,
-            backend=_backend(device),
+            backend=our_backend(device),
         )
 
     return Workload(forward, [q, k, v], q)
@@ -140,7 +135,7 @@ def _longspan_layer(case: AttentionCase, device: torch.device) -> Workload:
     seen = visibility(hidden, global_mask=mask)
     positions = None if mask is None else global_positions(mask)
     dim = case.heads * case.head_dim
-    layer = WindowAttention(dim, case.heads, case.window, backend=_backend(device))
+    layer = WindowAttention(dim, case.heads, case.window, backend=our_backend(device))
     layer = layer.to(device, hidden.dtype).eval()
     return _layer_workload(layer, hidden, lambda: layer(hidden, seen=seen, positions=positions))
 

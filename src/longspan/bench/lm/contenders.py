@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from longspan.bench.benchmark import Contenders, Pass, Workload
+from longspan.bench.benchmark import Contenders, Pass, Workload, our_backend
 from longspan.bench.flex import block_mask
 from longspan.bench.lm.cases import LMCase
 from longspan.layers.causal import Attended, CausalWindow
@@ -115,9 +115,7 @@ def _windows(case: LMCase, **options: Any) -> list[dict[str, Any]]:
 
 @contender("longspan", "longspan")
 def _longspan(case: LMCase, device: torch.device) -> Step:
-    # Named, so that a missing kernel is an error and never a slow number.
-    backend = "triton" if device.type == "cuda" else "blocked"
-    return _step(case, _decoder(case, _windows(case, backend=backend)), device)
+    return _step(case, _decoder(case, _windows(case, backend=our_backend(device))), device)
 
 
 @contender("flex", "FlexAttention", devices=("cuda",))

@@ -27,9 +27,16 @@ def _triton_unavailable(device: torch.device) -> str | None:
     return triton.unavailable(device)
 
 
+def _native_unavailable() -> str | None:
+    from longspan.ops.window import native
+
+    return native.unavailable()
+
+
 # What the machine can do does not change while a graph is traced, and asking is not traceable.
 # This is all that `torch.compiler.assume_constant_result` does, after importing the compiler.
-_triton_unavailable._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+for _ask in (_triton_unavailable, _native_unavailable):
+    _ask._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -43,9 +50,18 @@ def refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return None
 
 
+def refuse_native(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cpu":
+        return f"the tensors are on {device}, not on the CPU"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the kernels compute in float16, bfloat16 or float32, not {dtype}"
+    return _native_unavailable()
+
+
 # In the order in which `auto` tries them.
 BACKENDS = (
     Backend("triton", "fused GPU kernels, forward and backward", refuse_triton, home="cuda"),
+    Backend("native", "C++ kernels for the CPU, forward and backward", refuse_native, home="cpu"),
     Backend("blocked", "PyTorch on blocks, linear memory, any device", refuse_dtype),
     Backend("reference", "dense attention under a mask, n x n memory: the oracle", refuse_dtype),
 )
@@ -90,7 +106,8 @@ def window_attention(
         dropout_p: probability of dropping an attention weight. The seed comes from torch's
             generator; all backends drop the same entries for the same seed.
         scale: factor on the scores, 1/sqrt(head_dim) by default.
-        backend: "auto", "triton", "blocked" or "reference". A named one never falls back.
+        backend: "auto", "triton", "native", "blocked" or "reference". A named one never falls
+            back.
         visibility: what `longspan.visibility(...)` made of the three masks, to be reused over
             the layers of a model; then the masks themselves are not given.
         global_rows: for layers that compute the rows of global tokens from projections of their

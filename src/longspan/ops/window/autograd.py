@@ -20,6 +20,8 @@ def _implementation(backend: str) -> Any:
     # Imported on first use: Triton must not be needed to import the package.
     if backend == "triton":
         from longspan.ops.window import triton as module
+    elif backend == "native":
+        from longspan.ops.window import native as module
     else:
         from longspan.ops.window import blocked as module
     return module

@@ -1,0 +1,254 @@
+// Tiles of tokens: which they are, what they may see, and their numbers as products want them.
+#pragma once
+#include <cmath>
+#include <cstdlib>
+
+#include "call.h"
+#include "vector.h"
+
+// Under the address sanitizer there are gaps between the pieces, which nobody may touch.
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+constexpr size_t GAP = 64;
+#else
+#define ASAN_POISON_MEMORY_REGION(begin, bytes) ((void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes) ((void)(bytes))
+constexpr size_t GAP = 0;
+#endif
+
+namespace {
+
+constexpr int T = 64;  // tokens in a tile
+
+// Memory for one thread, handed out in aligned pieces and given back all at once.
+class Arena {
+public:
+    explicit Arena(size_t wanted) : bytes(size_t(round_up(long(wanted), 64))) {
+        base = static_cast<char*>(std::aligned_alloc(64, bytes));
+    }
+    ~Arena() {
+        ASAN_UNPOISON_MEMORY_REGION(base, bytes);
+        std::free(base);
+    }
+    Arena(const Arena&) = delete;
+
+    template <class N>
+    N* take(long count) {
+        char* piece = base + used;
+        size_t bytes = size_t(count) * sizeof(N);
+        used += size_t(round_up(long(bytes), 64)) + GAP;
+        ASAN_UNPOISON_MEMORY_REGION(piece, bytes);
+        return reinterpret_cast<N*>(piece);
+    }
+    bool failed() const { return base == nullptr; }
+    void reset() {
+        used = 0;
+        ASAN_POISON_MEMORY_REGION(base, bytes);
+    }
+
+private:
+    char* base;
+    size_t bytes, used = 0;
+};
+
+// One head of one batch row.
+struct Head {
+    const Call& call;
+    long batch, head;
+    long step, left, right;  // dilation and window, cut down to what the row holds
+    const int32_t *start, *stop, *rank, *places;  // of this batch row, or null
+    bool holes;
+    uint32_t stream;  // of dropout's draws
+
+    Head(const Call& call, long index)
+        : call(call), batch(index / call.heads), head(index % call.heads) {
+        long n = call.tokens;
+        step = least(call.dilation[head], n);
+        left = least(call.left, ceil_div(n, step));
+        right = least(call.right, ceil_div(n, step));
+        start = call.start ? call.start + batch * n : nullptr;
+        stop = call.stop ? call.stop + batch * n : nullptr;
+        rank = call.rank ? call.rank + batch * (n + 1) : nullptr;
+        places = call.places ? call.places + batch * n : nullptr;
+        holes = call.holes && call.holes[batch];
+        stream = mix(uint32_t(call.seed) + uint32_t(index));
+    }
+
+    long globals() const { return rank ? rank[call.tokens] : 0; }
+    bool is_global(long at) const { return rank && rank[at + 1] > rank[at]; }
+    long from(long at) const { return start ? start[at] : 0; }
+    long until(long at) const { return stop ? stop[at] : call.tokens; }
+
+    template <class N>
+    N* of(const Tensor& tensor, bool keys = false) const {
+        long which = keys ? head / call.group : head;
+        return static_cast<N*>(tensor.data) + batch * tensor.batch + which * tensor.head;
+    }
+    float* row(float* numbers) const {
+        return numbers + (batch * call.heads + head) * call.tokens;
+    }
+};
+
+// Up to T queries. In a lane of tokens `first + step * index` query i sees the lane's tokens
+// with index low <= j < high; of gathered keys it sees those at [from, until) not in its window.
+struct Rows {
+    long count = 0, even = 0;
+    int32_t at[T], low[T], high[T], from[T], until[T], window_low[T], window_high[T], residue[T];
+    bool ours[T];  // rows that belong to this piece of work; the others are computed elsewhere
+    uint32_t stream[T];
+    long lowest, highest, inner_low, inner_high;  // over the rows that are ours
+
+    // Queries of a lane, each looking into its window.
+    void in_window(const Head& head, long first, long index, long number) {
+        begin(number);
+        for (long i = 0; i < count; i++) {
+            long p = first + head.step * (index + i);
+            long a = most(index + i - head.left, ceil_div(head.from(p) - first, head.step));
+            long b = least(index + i + head.right + 1, ceil_div(head.until(p) - first, head.step));
+            set(head, i, p, a, b, !(head.is_global(p) && head.call.global_rows));
+            if (head.is_global(p) && !head.call.global_rows) low[i] = high[i] = until[i] = 0;
+        }
+        finish();
+    }
+
+    // All queries from `index` on that are not global, for gathered keys only.
+    void plain(const Head& head, long index, long number) {
+        begin(number);
+        for (long i = 0; i < count; i++)
+            set(head, i, index + i, 0, 0, !head.is_global(index + i));
+        finish();
+    }
+
+    // Global queries, which see their whole document.
+    void global(const Head& head, long first, long number) {
+        begin(number);
+        for (long i = 0; i < count; i++) {
+            long p = head.places[first + i];
+            set(head, i, p, head.from(p), head.call.causal ? p + 1 : head.until(p), true);
+        }
+        finish();
+    }
+
+    bool any() const { return lowest < highest; }
+
+private:
+    void begin(long number) {
+        count = number;
+        even = round_up(number, 2);
+        lowest = inner_high = 1L << 40;
+        highest = inner_low = 0;
+    }
+
+    void set(const Head& head, long i, long p, long a, long b, bool mine) {
+        at[i] = int32_t(p);
+        low[i] = int32_t(a);
+        high[i] = int32_t(most(a, b));
+        from[i] = int32_t(head.from(p));
+        until[i] = int32_t(head.call.causal ? least(p + 1, head.until(p)) : head.until(p));
+        // Beyond the row's ends there is nothing to see: cut there, the sums stay small.
+        window_low[i] = int32_t(most(p - head.left * head.step, 0));
+        window_high[i] = int32_t(least(p + head.right * head.step, head.call.tokens));
+        residue[i] = int32_t(p % head.step);
+        ours[i] = mine;
+        stream[i] = mix(head.stream + uint32_t(p));
+    }
+
+    void finish() {
+        for (long i = 0; i < count; i++) {
+            if (!ours[i]) low[i] = high[i] = until[i] = 0;
+            inner_low = most(inner_low, low[i]);
+            inner_high = least(inner_high, high[i]);
+            if (low[i] < high[i]) {
+                lowest = least(lowest, low[i]);
+                highest = most(highest, high[i]);
+            }
+        }
+    }
+};
+
+// Keys in tiles of T, as far as a pass needs them: transposed for scores, in rows for sums.
+template <class U>
+struct Keys {
+    U *key_columns = nullptr, *value_columns = nullptr, *key_rows = nullptr, *value_rows = nullptr;
+    int32_t *at = nullptr, *visible = nullptr, *residue = nullptr;
+    void* scratch = nullptr;  // one tile as it was fetched
+    long first_tile = 0, tiles = 0, total = 0;
+    bool gathered = false;
+    bool holes = false;
+
+    long count(long tile) const { return least(T, total - tile * T); }
+    long columns(long tile) const { return round_up(count(tile), LANES); }
+};
+
+template <class N>
+inline void transpose(const N* from, long ld, N* to, long rows, long columns) {
+    for (long i = 0; i < rows; i += 16)
+        for (long k = 0; k < columns; k++)
+            for (long x = i; x < i + 16; x++) to[k * T + x] = from[x * ld + k];
+}
+
+// Row-major numbers as the right side of a product along the rows: pairs of rows interleaved.
+template <class E, class U>
+inline void pair_rows(const E* from, long ld, U* to, long rows, long columns) {
+    if constexpr (Unit<E>::per == 1) {
+        for (long i = 0; i < rows; i++) std::memcpy(to + i * columns, from + i * ld, columns * 4);
+    } else {
+        for (long i = 0; i < rows; i += 2)
+            for (long j = 0; j < columns; j++)
+                to[i / 2 * columns + j] = uint32_t(from[i * ld + j].bits) |
+                                          uint32_t(from[(i + 1) * ld + j].bits) << 16;
+    }
+}
+
+// Tokens `at` as rows of `width` numbers, zero beyond head_dim and beyond the last token.
+template <class N, class E>
+inline void fetch(const N* base, long stride, const int32_t* at, long count, long rows, long dim,
+                  long width, E* to) {
+    for (long i = 0; i < rows; i++) {
+        E* row = to + i * width;
+        if (i >= count) {
+            std::memset(static_cast<void*>(row), 0, size_t(width) * sizeof(E));
+            continue;
+        }
+        const N* token = base + at[i] * stride;
+        if constexpr (sizeof(N) == sizeof(E)) {
+            std::memcpy(static_cast<void*>(row), token, size_t(dim) * sizeof(E));
+        } else {
+            for (long d = 0; d < dim; d++) row[d] = widen(token[d]);
+        }
+        std::memset(static_cast<void*>(row + dim), 0, size_t(width - dim) * sizeof(E));
+    }
+}
+
+// Set scores to -inf where a row may not see a key.
+template <class U>
+inline void hide(float* scores, long ld, const Rows& rows, const Keys<U>& keys, long tile) {
+    const float never = -HUGE_VALF;
+    long columns = keys.columns(tile);
+    const int32_t* at = keys.at + tile * T;
+    if (!keys.gathered) {
+        long begin = (keys.first_tile + tile) * T;
+        if (begin >= rows.inner_low && begin + columns <= rows.inner_high && !keys.holes) return;
+        const int32_t* visible = keys.visible + tile * T;
+        for (long i = 0; i < rows.count; i++) {
+            float* s = scores + i * ld;
+            int32_t a = int32_t(rows.low[i] - begin), b = int32_t(rows.high[i] - begin);
+            for (int32_t j = 0; j < columns; j++)
+                s[j] = (j >= a) & (j < b) & (visible[j] != 0) ? s[j] : never;
+        }
+        return;
+    }
+    const int32_t* residue = keys.residue + tile * T;
+    int32_t count = int32_t(keys.count(tile));
+    for (long i = 0; i < rows.count; i++) {
+        float* s = scores + i * ld;
+        for (int32_t j = 0; j < columns; j++) {
+            bool seen = (at[j] >= rows.from[i]) & (at[j] < rows.until[i]) & (j < count);
+            bool near = (at[j] >= rows.window_low[i]) & (at[j] <= rows.window_high[i]) &
+                        (residue[j] == rows.residue[i]);
+            s[j] = seen & !near ? s[j] : never;
+        }
+    }
+}
+
+}  // namespace
