@@ -230,33 +230,32 @@ private:
     void absorb_group(State& state, const Rows& rows, const Keys<U>& keys, long begin,
                       long end) const {
         constexpr long ld = GROUP * T;
-        long size = T * width / per, columns = 0;
+        long size = T * width / per;
+        Span all{keys.span(rows, begin).begin, 0};
         for (long t = begin; t < end; t++) {
             float* scores = state.scores + (t - begin) * T;
+            Span span = keys.span(rows, t);
             product<false>(reinterpret_cast<const U*>(state.query), width / per, 1,
-                           keys.key_columns + t * size, T, depth, scores, ld, rows.even,
-                           keys.columns(t));
-            hide(scores, ld, rows, keys, t);
-            columns = (t - begin) * T + keys.columns(t);
+                           keys.key_columns + t * size + span.begin, T, depth, scores + span.begin,
+                           ld, rows.even, span.size());
+            hide(scores, ld, rows, keys, t, span);
+            all.end = (t - begin) * T + span.end;
         }
-        for (long i = 0; i < rows.count; i++) weigh(state, rows, keys.at + begin * T, i, columns);
-        const U* weights = reinterpret_cast<const U*>(state.weights);
-        const U* values = keys.value_rows + begin * size;
-        if (state.fresh)
-            product<false>(weights, ld / per, 1, values, width, columns / per, state.sum, width,
-                           rows.even, width);
-        else
-            product<true>(weights, ld / per, 1, values, width, columns / per, state.sum, width,
-                          rows.even, width);
+        for (long i = 0; i < rows.count; i++) weigh(state, rows, keys.at + begin * T, i, all);
+        const U* weights = reinterpret_cast<const U*>(state.weights) + all.begin / per;
+        const U* values = keys.value_rows + begin * size + all.begin / per * width;
+        auto add = state.fresh ? product<false, U> : product<true, U>;
+        add(weights, ld / per, 1, values, width, all.size() / per, state.sum, width, rows.even,
+            width);
         state.fresh = false;
     }
 
     // Scores of one row become weights, relative to the largest so far.
-    void weigh(State& state, const Rows& rows, const int32_t* at, long i, long columns) const {
+    void weigh(State& state, const Rows& rows, const int32_t* at, long i, Span span) const {
         float* s = state.scores + i * GROUP * T;
         E* to = state.weights + i * GROUP * T;
         vec high = vec{} - HUGE_VALF;
-        for (long j = 0; j < columns; j += W) {
+        for (long j = span.begin; j < span.end; j += W) {
             vec x = load<vec>(s + j);
             high = x > high ? x : high;
         }
@@ -264,7 +263,7 @@ private:
         top = top > before ? top : before;
         float base = top == -HUGE_VALF ? 0.0f : top;
         vec sum{};
-        for (long j = 0; j < columns; j += W) {
+        for (long j = span.begin; j < span.end; j += W) {
             vec p = exp2(load<vec>(s + j) * sharp - base);
             sum += p;
             if (call.drop) p = (vec)((ivec)p & kept(rows.stream[i], at + j));
@@ -309,8 +308,8 @@ private:
         Keys<U> globals = make_keys(room, global_tiles, KEY_COLUMNS | VALUE_ROWS);
         long known = chunk_globals(head, globals, first, begin, end);
         State state{};
-        for (long index = begin; index < end; index += T) {
-            rows.in_window(head, first, index, least(T, end - index));
+        for (long index = begin; index < end; index += head.block) {
+            rows.in_window(head, first, index, least(head.block, end - index));
             if (index == begin) state = begin_rows(room, head, rows);
             else restart(state, head, rows);
             if (rows.any())
@@ -330,8 +329,8 @@ private:
         long low = 1L << 40, high = 0, from, until;
         if (!head.globals()) return 0;
         Rows rows;
-        for (long index = begin; index < end; index += T) {
-            rows.in_window(head, first, index, least(T, end - index));
+        for (long index = begin; index < end; index += head.block) {
+            rows.in_window(head, first, index, least(head.block, end - index));
             global_range(head, rows, from, until);
             if (from < until) low = least(low, from), high = most(high, until);
         }
@@ -419,17 +418,18 @@ private:
 
     // Weights and gradients of scores between some queries and a tile of keys.
     void compare(const Rows& rows, Queries& q, const Keys<U>& keys, long t, bool for_keys) const {
-        long size = T * width / per, columns = keys.columns(t);
-        product<false>(reinterpret_cast<const U*>(q.query), width / per, 1,
-                       keys.key_columns + t * size, T, depth, q.scores, T, rows.even, columns);
-        hide(q.scores, T, rows, keys, t);
-        product<false>(reinterpret_cast<const U*>(q.grad), width / per, 1,
-                       keys.value_columns + t * size, T, depth, q.slopes, T, rows.even, columns);
+        Span span = keys.span(rows, t);
+        long at = t * (T * width / per) + span.begin;
+        product<false>(reinterpret_cast<const U*>(q.query), width / per, 1, keys.key_columns + at, T,
+                       depth, q.scores + span.begin, T, rows.even, span.size());
+        hide(q.scores, T, rows, keys, t, span);
+        product<false>(reinterpret_cast<const U*>(q.grad), width / per, 1, keys.value_columns + at,
+                       T, depth, q.slopes + span.begin, T, rows.even, span.size());
         float boost = float(call.boost), scale = float(call.scale);
         for (long i = 0; i < rows.even; i++) {
             float lse = q.lse[i], delta = q.delta[i];
             uint32_t stream = i < rows.count ? rows.stream[i] : 0;
-            for (long j = 0; j < columns; j += W) {
+            for (long j = span.begin; j < span.end; j += W) {
                 vec p = exp2(load<vec>(q.scores + i * T + j) * sharp - lse);
                 vec slope = load<vec>(q.slopes + i * T + j) * boost;
                 vec met = p * boost;
@@ -449,18 +449,21 @@ private:
     }
 
     // Gradients of the tile's keys and values, added to sums [T, width].
-    void add_to_keys(const Rows& rows, const Queries& q, long columns, float* key,
+    void add_to_keys(const Rows& rows, const Queries& q, const Keys<U>& keys, long t, float* key,
                      float* value) const {
-        product<true>(q.changes_down, 1, T, q.query_rows, width, rows.even / per, key, width,
-                      columns, width);
-        product<true>(q.weights_down, 1, T, q.grad_rows, width, rows.even / per, value, width,
-                      columns, width);
+        Span span = keys.span(rows, t);
+        long at = span.begin * width;
+        product<true>(q.changes_down + span.begin, 1, T, q.query_rows, width, rows.even / per,
+                      key + at, width, span.size(), width);
+        product<true>(q.weights_down + span.begin, 1, T, q.grad_rows, width, rows.even / per,
+                      value + at, width, span.size(), width);
     }
 
     void add_to_queries(const Rows& rows, Queries& q, const Keys<U>& keys, long t) const {
-        product<true>(reinterpret_cast<const U*>(q.changes), T / per, 1,
-                      keys.key_rows + t * (T * width / per), width, keys.columns(t) / per, q.sum,
-                      width, rows.even, width);
+        Span span = keys.span(rows, t);
+        product<true>(reinterpret_cast<const U*>(q.changes) + span.begin / per, T / per, 1,
+                      keys.key_rows + (t * T + span.begin) / per * width, width, span.size() / per,
+                      q.sum, width, rows.even, width);
     }
 
     void write_queries(const Head& head, const Rows& rows, const Queries& q) const {
@@ -503,15 +506,15 @@ private:
         float* value = zeros(room, keys.tiles * T * width);
         Queries q = make_queries(room);
         Rows rows;
-        for (long index = begin; index < end; index += T) {
-            rows.in_window(head, first, index, least(T, end - index));
+        for (long index = begin; index < end; index += head.block) {
+            rows.in_window(head, first, index, least(head.block, end - index));
             fill_queries(head, rows, q, true);
             std::memset(q.sum, 0, size_t(T * width) * 4);
             long low = rows.any() ? rows.lowest / T - keys.first_tile : 0;
             long high = rows.any() ? ceil_div(rows.highest, T) - keys.first_tile : 0;
             for (long t = low; t < high; t++) {
                 compare(rows, q, keys, t, true);
-                add_to_keys(rows, q, keys.columns(t), key + t * T * width, value + t * T * width);
+                add_to_keys(rows, q, keys, t, key + t * T * width, value + t * T * width);
                 add_to_queries(rows, q, keys, t);
             }
             long from, until;
@@ -541,7 +544,7 @@ private:
             rows.plain(head, index, least(T, high - index));
             fill_queries(head, rows, q, true);
             compare(rows, q, keys, 0, true);
-            add_to_keys(rows, q, keys.columns(0), key, value);
+            add_to_keys(rows, q, keys, 0, key, value);
         }
         write_keys(head, keys, key, value);
     }
@@ -566,7 +569,7 @@ private:
             rows.global(head, index, least(T, end - index));
             fill_queries(head, rows, q, true);
             compare(rows, q, keys, 0, true);
-            add_to_keys(rows, q, keys.columns(0), key, value);
+            add_to_keys(rows, q, keys, 0, key, value);
         }
         write_keys(head, keys, key, value);
     }

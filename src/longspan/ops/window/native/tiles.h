@@ -56,6 +56,7 @@ struct Head {
     const Call& call;
     long batch, head;
     long step, left, right;  // dilation and window, cut down to what the row holds
+    long block;              // queries taken together: fewer where more would waste corners
     const int32_t *start, *stop, *rank, *places;  // of this batch row, or null
     bool holes;
     uint32_t stream;  // of dropout's draws
@@ -66,6 +67,7 @@ struct Head {
         step = least(call.dilation[head], n);
         left = least(call.left, ceil_div(n, step));
         right = least(call.right, ceil_div(n, step));
+        block = left + right < 128 ? T / 2 : T;
         start = call.start ? call.start + batch * n : nullptr;
         stop = call.stop ? call.stop + batch * n : nullptr;
         rank = call.rank ? call.rank + batch * (n + 1) : nullptr;
@@ -166,6 +168,11 @@ private:
     }
 };
 
+struct Span {
+    long begin, end;
+    long size() const { return end - begin; }
+};
+
 // Keys in tiles of T, as far as a pass needs them: transposed for scores, in rows for sums.
 template <class U>
 struct Keys {
@@ -177,7 +184,15 @@ struct Keys {
     bool holes = false;
 
     long count(long tile) const { return least(T, total - tile * T); }
-    long columns(long tile) const { return round_up(count(tile), LANES); }
+
+    // The columns of a tile that some of the rows may see, in whole vectors.
+    Span span(const Rows& rows, long tile) const {
+        long end = round_up(count(tile), LANES);
+        if (gathered) return {0, end};
+        long at = (first_tile + tile) * T;
+        end = least(end, round_up(most(rows.highest - at, 0), LANES));
+        return {least(most(rows.lowest - at, 0) / LANES * LANES, end), end};
+    }
 };
 
 template <class N>
@@ -222,18 +237,20 @@ inline void fetch(const N* base, long stride, const int32_t* at, long count, lon
 
 // Set scores to -inf where a row may not see a key.
 template <class U>
-inline void hide(float* scores, long ld, const Rows& rows, const Keys<U>& keys, long tile) {
+inline void hide(float* scores, long ld, const Rows& rows, const Keys<U>& keys, long tile,
+                 Span span) {
     const float never = -HUGE_VALF;
-    long columns = keys.columns(tile);
     const int32_t* at = keys.at + tile * T;
     if (!keys.gathered) {
         long begin = (keys.first_tile + tile) * T;
-        if (begin >= rows.inner_low && begin + columns <= rows.inner_high && !keys.holes) return;
+        if (begin + span.begin >= rows.inner_low && begin + span.end <= rows.inner_high &&
+            !keys.holes)
+            return;
         const int32_t* visible = keys.visible + tile * T;
         for (long i = 0; i < rows.count; i++) {
             float* s = scores + i * ld;
             int32_t a = int32_t(rows.low[i] - begin), b = int32_t(rows.high[i] - begin);
-            for (int32_t j = 0; j < columns; j++)
+            for (int32_t j = int32_t(span.begin); j < span.end; j++)
                 s[j] = (j >= a) & (j < b) & (visible[j] != 0) ? s[j] : never;
         }
         return;
@@ -242,7 +259,7 @@ inline void hide(float* scores, long ld, const Rows& rows, const Keys<U>& keys, 
     int32_t count = int32_t(keys.count(tile));
     for (long i = 0; i < rows.count; i++) {
         float* s = scores + i * ld;
-        for (int32_t j = 0; j < columns; j++) {
+        for (int32_t j = 0; j < span.end; j++) {
             bool seen = (at[j] >= rows.from[i]) & (at[j] < rows.until[i]) & (j < count);
             bool near = (at[j] >= rows.window_low[i]) & (at[j] <= rows.window_high[i]) &
                         (residue[j] == rows.residue[i]);
