@@ -14,7 +14,7 @@ TEST_ARGS ?=
 SANITIZE := -g -fsanitize=address,undefined -fno-sanitize-recover=all
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize lint format bench docs clean
+.PHONY: help demo test sanitize fuzz lint format bench docs clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ sanitize: $(INSTALLED) ## tests of the C++ kernels under the address and undefin
 	LONGSPAN_NATIVE_LIBRARY=build/sanitized.so ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	  $(BIN)/python -m pytest tests/ops/test_native.py $(TEST_ARGS)
+
+fuzz: $(INSTALLED) ## random shapes and strides through the C++ kernels: some minutes, anew each time
+	LONGSPAN_FUZZ=5000 $(BIN)/python -m pytest tests/ops/test_native.py -k fuzz $(TEST_ARGS)
 
 lint: $(INSTALLED) ## ruff (rules and format) and pyright
 	$(BIN)/ruff check .

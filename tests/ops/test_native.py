@@ -1,5 +1,7 @@
 """The `native` backend against the float64 oracle: every feature, dtype and instruction set."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BUSY = Case(
     2, 330, 4, 2, 40, (70, 33), (1, 1, 2, 3), padding="holes", global_share=0.05, dropout_p=0.2
 )
+
+
+# `make fuzz` asks for many more examples, and for new ones each time.
+FUZZ = int(os.environ.get("LONGSPAN_FUZZ", "0"))
 
 
 @pytest.fixture(params=native.targets() or ["none"])
@@ -75,6 +81,36 @@ def test_the_same_bits_on_any_number_of_threads(dtype):
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def relaid(tensor, order, gaps):
+    """The same numbers as a view of NaN: dimensions in another order, with gaps behind each."""
+    shape = [tensor.shape[i] + gap for i, gap in zip((*order, 3), gaps, strict=True)]
+    room = torch.full(shape, torch.nan, dtype=tensor.dtype)
+    room = room.permute([*(order.index(i) for i in range(3)), 3])
+    view = room[tuple(slice(size) for size in tensor.shape)]
+    return view.copy_(tensor).detach().requires_grad_()
+
+
+@given(data=st.data())
+@settings(max_examples=FUZZ or 40, derandomize=not FUZZ)
+def test_fuzz_shapes_and_strides(data):
+    """Any shape is within the budget, and any layout in memory gives the same bits."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    dims = (1, 2, 7, 16, 31, 48, 64, 65, 130)
+    case = data.draw(cases(most_tokens=500, head_dims=dims)).with_(strided=False)
+    assert_within_budget(case, "native", dtype, CPU)
+    inputs = case.inputs(dtype, CPU)
+    layout = st.tuples(
+        st.permutations([0, 1, 2]), st.lists(st.integers(0, 3), min_size=4, max_size=4)
+    )
+    tensors = [relaid(t, *data.draw(layout)) for t in inputs["tensors"]]
+    grad = relaid(inputs["grad"], *data.draw(layout))
+    torch.manual_seed(case.seed)
+    out = window_attention(*tensors, **inputs["masks"], **case.options(), backend="native")
+    theirs = [out.detach(), *torch.autograd.grad(out, tensors, grad)]
+    for a, b in zip(run(case, "native", dtype, CPU), theirs, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
