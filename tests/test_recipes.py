@@ -44,8 +44,7 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     source = FINETUNING[name]()
     assert source.name == name
     assert summary(name).endswith(".")
-    kind = "classify" if source.task == "classify" else "spans"
-    toy = toy_recipe(kind, tmp_path)
+    toy = toy_recipe(source.task, tmp_path)
     settings = {
         "batch": 4,
         "accumulate": 1,

@@ -22,6 +22,7 @@ from longspan.models.heads import (
     LongspanForSequenceClassification,
     LongspanForTokenClassification,
 )
+from longspan.models.multihop import LongspanForMultihop
 from longspan.models.packing import Packing, pad, unpad
 from longspan.models.presets import explain_global
 from longspan.models.sampling import Sampler
@@ -32,6 +33,7 @@ __all__ = [
     "LongspanDecoderConfig",
     "LongspanForCausalLM",
     "LongspanForMaskedLM",
+    "LongspanForMultihop",
     "LongspanForMultipleChoice",
     "LongspanForQuestionAnswering",
     "LongspanForSequenceClassification",

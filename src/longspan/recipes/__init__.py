@@ -48,6 +48,11 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
     "spans": finetuning.spans,
     "triviaqa": finetuning.triviaqa,
     "cuad": finetuning.cuad,
+    "choice": finetuning.choice,
+    "wikihop": finetuning.wikihop,
+    "race": finetuning.race,
+    "multihop": finetuning.multihop,
+    "hotpotqa": finetuning.hotpotqa,
 }
 
 

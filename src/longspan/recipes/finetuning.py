@@ -6,7 +6,7 @@ validation examples are a twentieth of its training examples.
 """
 
 from longspan.data.examples import Examples
-from longspan.train.finetuning import Answers, Checks, Finetuning, Start
+from longspan.train.finetuning import Answers, Checks, Finetuning, Hops, Start
 
 
 def classify() -> Finetuning:
@@ -79,4 +79,78 @@ def cuad() -> Finetuning:
         too_long="split",
         overlap=256,
         evaluation=Checks(batch=4, limit=500),
+    )
+
+
+def choice() -> Finetuning:
+    """The best of given answers: --data FILE --text, --question, --choices, --answers COLUMN."""
+    return Finetuning(
+        name="choice",
+        task="choice",
+        measure="accuracy",
+        data=Examples(columns={"answers": "answer"}),
+        epochs=3.0,
+        batch=16,
+        too_long="split",
+    )
+
+
+def wikihop() -> Finetuning:
+    """WikiHop as published: --data train.json --test dev.json, accuracy; 75.0 in the paper."""
+    columns = {"text": "supports", "question": "query", "choices": "candidates"}
+    return Finetuning(
+        name="wikihop",
+        task="choice",
+        measure="accuracy",
+        data=Examples(columns={**columns, "answers": "answer"}, valid_share=0.05),
+        epochs=15.0,
+        warmup=200.0,
+        too_long="split",
+        accumulate=8,  # a question may have 50,000 tokens
+    )
+
+
+def race() -> Finetuning:
+    """RACE, four choices a question: --data FILE --test FILE with its columns, accuracy."""
+    columns = {"text": "article", "question": "questions", "choices": "options"}
+    return Finetuning(
+        name="race",
+        task="choice",
+        measure="accuracy",
+        model=Start(length=2048),
+        data=Examples(columns=columns, valid_share=0.05),
+        epochs=3.0,
+        too_long="split",
+        evaluation=Checks(batch=64),
+    )
+
+
+def multihop() -> Finetuning:
+    """Answers with evidence: --data FILE with text, question, answer, evidence as in HotpotQA."""
+    return Finetuning(
+        name="multihop",
+        task="multihop",
+        measure="joint_f1",
+        data=Examples(columns={"answers": "answer"}),
+        epochs=5.0,
+        batch=16,
+        learning_rate=5e-5,
+        too_long="split",
+    )
+
+
+def hotpotqa() -> Finetuning:
+    """HotpotQA as published, in two stages: --data FILE --test FILE; joint F1 64.4 in the paper."""
+    columns = {"text": "context", "answers": "answer", "evidence": "supporting_facts", "id": "_id"}
+    return Finetuning(
+        name="hotpotqa",
+        task="multihop",
+        measure="joint_f1",
+        data=Examples(columns=columns),
+        hops=Hops(stages=2),
+        epochs=5.0,
+        learning_rate=5e-5,
+        warmup=1000.0,
+        too_long="split",
+        evaluation=Checks(batch=16),
     )

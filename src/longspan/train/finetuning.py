@@ -50,6 +50,25 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class Hops:
+    """How an answer is put together from several paragraphs.
+
+    Args:
+        stages: 1 reads all paragraphs. 2 trains a first model to choose some of them, in the
+            folder "chooser" of the run, and a second one that reads no others.
+        keep: paragraphs to choose, at most.
+        above: the score that a paragraph must have to be chosen; the two best are in any case.
+        weights: of the losses of answer, kind of answer, paragraphs and sentences. Longformer's
+            are unpublished.
+    """
+
+    stages: Literal[1, 2] = 1
+    keep: int = 5
+    above: float = -3.0
+    weights: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class Checks:
     """When and how validation examples are scored.
 
@@ -69,12 +88,14 @@ class Finetuning(Plan):
     """One run on examples.
 
     Args:
-        task: "classify": labels of documents. "spans": answers within documents.
+        task: "classify": labels of documents. "spans": answers within documents. "choice": the
+            best of given answers. "multihop": answers with their evidence, over several paragraphs.
         epochs: passes over the training examples.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
         too_long: what to do with a document beyond `model.length`. "refuse": stop with an error.
-            "split": read it in pieces; classification takes the mean of their scores, and answers
-            are chosen among all of them. "head": read its beginning only, and say of how many.
+            "split": read it in pieces; labels and choices take the mean of their scores, and
+            answers within are chosen among all of them. "head": read its beginning only, and say
+            of how many.
         overlap: of neighbouring pieces, in tokens.
         packed: documents of a batch in one row, without padding.
         measure: which decides what checkpoint is the best.
@@ -85,11 +106,12 @@ class Finetuning(Plan):
     """
 
     name: str
-    task: Literal["classify", "spans"]
+    task: Literal["classify", "spans", "choice", "multihop"]
     measure: str
     model: Start = Start()
     data: Examples = field(default_factory=Examples)
     answers: Answers = Answers()
+    hops: Hops = Hops()
     epochs: float = 3.0
     batch: int = 32
     learning_rate: float = 3e-5
@@ -123,6 +145,8 @@ def check(recipe: Finetuning) -> None:
     for name in ("warmup", "overlap", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
+    if recipe.hops.keep < 2:
+        raise ValueError(f"hops.keep={recipe.hops.keep}: evidence comes from two paragraphs")
     if recipe.evaluation.batch < 1:
         raise ValueError(f"evaluation.batch={recipe.evaluation.batch} must be at least 1")
 
