@@ -75,9 +75,9 @@ def hopping(path: Path, count: int = 30) -> Path:
             random.shuffle(titles)
             context = [(title, [sentence(random, 4), sentence(random, 4)]) for title in titles]
             facts = []
-            for place, animal in zip(random.choice(4, 2, replace=False), ("cat", "dog")):
+            for animal, place in enumerate(random.choice(4, 2, replace=False)):
                 number = int(random.integers(2))
-                context[place][1][number][random.integers(4)] = animal
+                context[place][1][number][random.integers(4)] = ["cat", "dog"][animal]
                 facts.append((titles[place], number))
             joined = [(t, [" ".join(own) + " ." for own in sentences]) for t, sentences in context]
             asked = [("when?", "dog"), ("why?", "yes")][index % 3 == 0]
@@ -110,6 +110,7 @@ def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
         "epochs": 2.0,
         "learning_rate": 5e-3,
         "overlap": 0,
+        "packed": True,
         "precision": "no",
     }
     made = {key.replace("__", "."): value for key, value in changes.items()}

@@ -102,11 +102,11 @@ def test_the_layout_is_hotpotqas(tmp_path):
     expected = (
         "[CLS] [q] when ? [/q] <t> garden </t> the cat is in . [s] a dog was in . [s] "
         "<t> river </t> and a house . [s] [SEP]"
-    ).split()
-    assert tokens == expected * 2
-    count = len(expected)
-    wide = [n for n, own in enumerate(batch["global_attention_mask"][0]) if own and n < count]
-    assert wide == [0, 1, 2, 3, 4, *(n for n, t in enumerate(expected) if t in ("<t>", "[s]"))]
+    )
+    assert " ".join(tokens) == f"{expected} {expected}"
+    half = tokens[: len(tokens) // 2]
+    wide = [n for n, own in enumerate(batch["global_attention_mask"][0]) if own and n < len(half)]
+    assert wide == [0, 1, 2, 3, 4, *(n for n, t in enumerate(half) if t in ("<t>", "[s]"))]
     assert [tokens[place] for place in batch["paragraphs"]] == ["<t>"] * 4
     assert [tokens[place] for place in batch["sentences"]] == ["[s]"] * 6
     assert batch["relevant"].tolist() == [1, 0] * 2
@@ -230,13 +230,13 @@ def test_official_measures_by_hand():
 
 
 def test_it_learns_by_heart_and_predicts(tmp_path):
-    path = hopping(tmp_path / "few.jsonl", 6)
-    made = recipe("multihop", tmp_path, **by_heart(path), answers__longest=3)
+    path = hopping(tmp_path / "few.jsonl", 4)
+    made = recipe("multihop", tmp_path, **by_heart(path) | {"epochs": 240.0}, answers__longest=3)
     results = finetune(make_task(made), tmp_path / "run", console=QUIET)
     assert results["test"]["joint_exact"] == 1.0
     use = longspan.pipeline(tmp_path / "run")
     assert set(TOKENS) <= set(use.task.tokenizer.get_vocab())  # saved beside the weights
-    assert predict_file(use, path, tmp_path / "out.jsonl") == 6
+    assert predict_file(use, path, tmp_path / "out.jsonl") == 4
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     for line, row in zip(lines, map(json.loads, path.read_text().splitlines()), strict=True):
         assert (line["id"], line["answer"]) == (row["id"], row["answer"])
@@ -333,9 +333,9 @@ def test_missing_evidence_is_counted_and_measured(tmp_path):
     # No right place for the answer: that part of the loss is 0.
     batch, _ = task.collate(lost[:1])
     assert bool(batch["starts"].all())
-    with pytest.raises(ValueError, match="a question of .* leaves room for 0"):
-        long = rows[0] | {"question": "when " * 90}
-        path.write_text("\n".join(map(json.dumps, [*rows, long])))
+    long = rows[0] | {"question": "when " * 90}
+    path.write_text("\n".join(map(json.dumps, [*rows, long])))
+    with pytest.raises(ValueError, match=r"a question of .* leaves room for 0"):
         Multihop(toy(tmp_path, data__train=str(path)))
     with pytest.raises(ValueError, match=r"hops\.keep=1: evidence comes from two paragraphs"):
         Multihop(toy(tmp_path, hops__keep=1))

@@ -143,7 +143,9 @@ def _json(path: Path) -> Iterator[Row]:
     """An array of objects, as WikiHop and HotpotQA are published, or SQuAD's form."""
     with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
         try:
-            begin = file.read(_AT_ONCE).lstrip()
+            begin = ""
+            while not begin and (more := file.read(_AT_ONCE)):
+                begin = more.lstrip()
             yield from (_array if begin.startswith("[") else _squad)(path, begin, file)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from None
@@ -153,29 +155,28 @@ def _json(path: Path) -> Iterator[Row]:
 
 def _array(path: Path, text: str, file: TextIO) -> Iterator[Row]:
     """The objects of an array, each read when it is asked for."""
-    decoder, number, text = json.JSONDecoder(), 0, "," + text[1:].lstrip()
-    if text[1:2] == "]":
-        return
+    decoder, number, text = json.JSONDecoder(), 0, text[1:]
     while True:
+        text = text.lstrip()
+        if text[:1] == "]":
+            return
         try:
-            if text[:1] == "]":
-                return
-            if text[:1] not in (",", ""):
+            if number and text[:1] not in ("", ","):
                 raise json.JSONDecodeError("expected a comma", text, 0)
-            start = len(text) - len(text[1:].lstrip())
-            values, stop = decoder.raw_decode(text, start)
+            following = text[1:].lstrip() if number else text
+            values, stop = decoder.raw_decode(following)
         except json.JSONDecodeError as error:
             # As much again as there is: a long object is not tried too often.
             more = file.read(max(_AT_ONCE, len(text)))
             if not more:
                 raise ValueError(f"{path}, object {number + 1}: not JSON: {error.msg}") from None
-            text = (text + more).lstrip()
+            text += more
             continue
         number += 1
         if not isinstance(values, dict):
             raise ValueError(f"{path}, object {number}: not a JSON object but {values!r:.60}")
         yield Row(f"{path}, object {number}", values)
-        text = text[stop:].lstrip()
+        text = following[stop:]
 
 
 def _squad(path: Path, text: str, file: TextIO) -> Iterator[Row]:

@@ -2,7 +2,9 @@
 
 What was published without being exact is decided here: two labels are told apart by a softmax over
 two scores, where the paper has binary cross-entropy on one, which is the same model; and IMDB's
-validation examples are a twentieth of its training examples.
+validation examples are a twentieth of its training examples. Where many tokens of a document are
+global, as choices and sentences are, batches are padded: their rows cost as many scores as there
+are tokens beside them.
 """
 
 from longspan.data.examples import Examples
@@ -92,6 +94,7 @@ def choice() -> Finetuning:
         epochs=3.0,
         batch=16,
         too_long="split",
+        packed=False,
     )
 
 
@@ -106,6 +109,7 @@ def wikihop() -> Finetuning:
         epochs=15.0,
         warmup=200.0,
         too_long="split",
+        packed=False,
         accumulate=8,  # a question may have 50,000 tokens
     )
 
@@ -121,6 +125,7 @@ def race() -> Finetuning:
         data=Examples(columns=columns, valid_share=0.05),
         epochs=3.0,
         too_long="split",
+        packed=False,
         evaluation=Checks(batch=64),
     )
 
@@ -136,6 +141,7 @@ def multihop() -> Finetuning:
         batch=16,
         learning_rate=5e-5,
         too_long="split",
+        packed=False,
     )
 
 
@@ -152,5 +158,6 @@ def hotpotqa() -> Finetuning:
         learning_rate=5e-5,
         warmup=1000.0,
         too_long="split",
+        packed=False,
         evaluation=Checks(batch=16),
     )

@@ -97,7 +97,8 @@ class Finetuning(Plan):
             answers within are chosen among all of them. "head": read its beginning only, and say
             of how many.
         overlap: of neighbouring pieces, in tokens.
-        packed: documents of a batch in one row, without padding.
+        packed: documents of a batch in one row, without padding; not worth it where many tokens
+            of each are global.
         measure: which decides what checkpoint is the best.
         seed: of the head's weights, data order and dropout.
         phases: follow from all this once the examples are counted, see `planned`.
