@@ -1,6 +1,7 @@
 """The best of given answers: formats, pieces, learning, bad input."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,7 +182,7 @@ def test_new_tokens_have_embeddings_like_the_others(tmp_path):
     assert add_tokens(tokenizer, TOKENS) == []
     task = Choice(recipe("choice", tmp_path))
     old = build_model(task.recipe.model, longspan.LongspanForTokenClassification, tokenizer)
-    new = task.build()
+    new: Any = task.build()
     before, after = (one.get_input_embeddings().weight.detach() for one in (old, new))
     assert len(after) == new.config.vocab_size == size + 4
     torch.testing.assert_close(after[:size], before[:size])

@@ -11,7 +11,7 @@ import longspan
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.documents import Template, pieces
 from longspan.tasks.evidence import choose_evidence
-from longspan.tasks.finetune import finetune, make_task
+from longspan.tasks.finetune import finetune, finetune_seeds, make_task
 from longspan.tasks.hops import Hop, Paragraph, read_hop
 from longspan.tasks.measures import joint_scores
 from longspan.tasks.multihop import Multihop
@@ -302,10 +302,11 @@ def test_a_second_stage_goes_on(tmp_path):
     first = task.before()
     assert first is not None
     assert first.before() is None
-    finetune(first, tmp_path / "run" / "chooser", console=QUIET)
-    done = (tmp_path / "run" / "chooser" / "metrics.jsonl").read_bytes()
-    results = finetune(task, tmp_path / "run", resume=True, console=QUIET)
-    assert (tmp_path / "run" / "chooser" / "metrics.jsonl").read_bytes() == done
+    chooser = tmp_path / "run" / "seed-0" / "chooser"
+    finetune(first, chooser, console=QUIET)
+    done = (chooser / "metrics.jsonl").read_bytes()
+    results = finetune_seeds(task, tmp_path / "run", 1, resume=True, console=QUIET)
+    assert (chooser / "metrics.jsonl").read_bytes() == done
     assert "joint_f1" in results["test"]
 
 

@@ -93,7 +93,7 @@ def finetune_seeds(
             found[seed] = checkpoint.read_json(folder / "results.json")
             continue
         console.print(f"seed {seed}, into {folder}", highlight=False, soft_wrap=True)
-        again = resume and (folder / "recipe.json").exists()
+        again = resume and any(folder.rglob("recipe.json"))  # of either stage
         own = task.again(replace(recipe, seed=seed))
         found[seed] = finetune(own, folder, resume=again, console=console)
     summary = {"seeds": sorted(found)} | {
