@@ -235,7 +235,8 @@ class Choice(Chooser, ExampleTask):
             LongspanForTokenClassification,
             self.tokenizer,
             self.added,
-            num_labels=1,
+            id2label={0: "score"},
+            label2id={"score": 0},
         )
 
     def batch(self, number: int, step: int, rows: range) -> tuple[dict[str, Tensor], bool]:
