@@ -51,6 +51,11 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
     "coref": finetuning.coref,
     "litbank": finetuning.litbank,
     "ontonotes": finetuning.ontonotes,
+    "choice": finetuning.choice,
+    "wikihop": finetuning.wikihop,
+    "race": finetuning.race,
+    "multihop": finetuning.multihop,
+    "hotpotqa": finetuning.hotpotqa,
 }
 
 

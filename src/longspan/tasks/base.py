@@ -44,6 +44,14 @@ class ExampleTask:
         made._settle(recipe)
         return made
 
+    def before(self) -> Self | None:
+        """The task of an earlier stage, which is carried out first and then given to `take`."""
+        return None
+
+    def take(self, first: Any, model: Any) -> None:
+        """Go on from an earlier stage and its model."""
+        raise NotImplementedError
+
     def enter(self, model: PreTrainedModel, phase: Phase) -> None:
         """One phase, one set-up."""
 

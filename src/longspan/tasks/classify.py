@@ -50,6 +50,10 @@ class Classifier:
         if self.room < 1:
             raise ValueError(f"model.length={recipe.model.length} leaves no room for a document")
 
+    def unfold(self, row: Row) -> Iterator[Row]:
+        """A row is one document."""
+        yield row
+
     def collate(self, documents: Sequence[np.ndarray]) -> dict[str, Tensor]:
         recipe = self.recipe
         own = [
@@ -117,7 +121,7 @@ class Classify(Classifier, ExampleTask):
         source = check_recipe(recipe, MEASURES)
         super().__init__(recipe, load_tokenizer(source))
         self.skips = Skips()
-        examples = read_examples(recipe.data, self._understand)
+        examples = read_examples(recipe.data, self._understand, self.skips)
         self.labels = _labels(examples, recipe)
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
         self.documents = Splits(*(self._encode(split) for split in examples))

@@ -5,6 +5,7 @@ What is longer than the model is never cut silently: a policy says what happens 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,8 +112,12 @@ def pieces(
     policy: TooLong,
     overlap: int = 0,
     question: np.ndarray | None = None,
+    breaks: Sequence[int] = (),
 ) -> list[Piece]:
-    """Pieces of at most `length` tokens that cover a document; with "head" the first one alone."""
+    """Pieces of at most `length` tokens that cover a document; with "head" the first one alone.
+
+    `breaks` are tokens at which a piece better begins, in their order; pieces do not overlap there.
+    """
     front = [*template.before]
     if question is not None:
         front += [*question, *template.between]
@@ -123,7 +128,10 @@ def pieces(
             f"{max(room, 0)} of the document in {length}: shorten it, or give a larger "
             f"model.length (overlap={overlap} has to be smaller than that room)"
         )
-    spans = cut(len(document), room, overlap)
+    if len(breaks) and policy == "split":
+        spans = _cut_at(breaks, len(document), room, overlap)
+    else:
+        spans = cut(len(document), room, overlap)
     spans = spans[:1] if policy == "head" else spans
     made = []
     for index, (start, stop) in enumerate(spans):
@@ -132,6 +140,19 @@ def pieces(
         ids = np.concatenate([front, document[start:stop], template.after]).astype(np.int64)
         made.append(Piece(ids, len(front), (start, stop), (first, last)))
     return made
+
+
+def _cut_at(breaks: Sequence[int], tokens: int, room: int, overlap: int) -> list[Span]:
+    """As few pieces as hold the parts between breaks whole; a part beyond the room is cut."""
+    found: list[Span] = []
+    for start, stop in pairwise([0, *(place for place in breaks if 0 < place < tokens), tokens]):
+        if stop - start > room:
+            found += [(start + a, start + b) for a, b in cut(stop - start, room, overlap)]
+        elif found and stop - found[-1][0] <= room:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
 
 
 def collate(

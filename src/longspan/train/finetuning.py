@@ -73,6 +73,25 @@ class Mentions:
 
 
 @dataclass(frozen=True)
+class Hops:
+    """How an answer is put together from several paragraphs.
+
+    Args:
+        stages: 1 reads all paragraphs. 2 trains a first model to choose some of them, in the
+            folder "chooser" of the run, and a second one that reads no others.
+        keep: paragraphs to choose, at most.
+        above: the score that a paragraph must have to be chosen; the two best are in any case.
+        weights: of the losses of answer, kind of answer, paragraphs and sentences. Longformer's
+            are unpublished.
+    """
+
+    stages: Literal[1, 2] = 1
+    keep: int = 5
+    above: float = -3.0
+    weights: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class Checks:
     """When and how validation examples are scored.
 
@@ -92,16 +111,18 @@ class Finetuning(Plan):
     """One run on examples.
 
     Args:
-        task: "classify": labels of documents. "spans": answers within documents. "coref": who
-            and what a document speaks of, and where.
+        task: "classify": labels of documents. "spans": answers within documents. "choice": the
+            best of given answers. "multihop": answers with their evidence, over several paragraphs.
+            "coref": who and what a document speaks of, and where.
         epochs: passes over the training examples.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
         too_long: what to do with a document beyond `model.length`. "refuse": stop with an error.
-            "split": read it in pieces; classification takes the mean of their scores, answers are
-            chosen among all of them, and mentions are linked across them. "head": read its
-            beginning only, and say of how many.
+            "split": read it in pieces; labels and choices take the mean of their scores, answers
+            within are chosen among all of them, and mentions are linked across them. "head": read
+            its beginning only, and say of how many.
         overlap: of neighbouring pieces, in tokens.
-        packed: documents of a batch in one row, without padding.
+        packed: documents of a batch in one row, without padding; not worth it where many tokens
+            of each are global.
         measure: which decides what checkpoint is the best.
         seed: of the head's weights, data order and dropout.
         phases: follow from all this once the examples are counted, see `planned`.
@@ -110,12 +131,13 @@ class Finetuning(Plan):
     """
 
     name: str
-    task: Literal["classify", "spans", "coref"]
+    task: Literal["classify", "spans", "choice", "multihop", "coref"]
     measure: str
     model: Start = Start()
     data: Examples = field(default_factory=Examples)
     answers: Answers = Answers()
     mentions: Mentions = Mentions()
+    hops: Hops = Hops()
     epochs: float = 3.0
     batch: int = 32
     learning_rate: float = 3e-5
@@ -152,6 +174,8 @@ def check(recipe: Finetuning) -> None:
     for name in ("longest", "antecedents", "size", "keep"):
         if not getattr(recipe.mentions, name) > 0:
             raise ValueError(f"mentions.{name}={getattr(recipe.mentions, name)} must be above 0")
+    if recipe.hops.keep < 2:
+        raise ValueError(f"hops.keep={recipe.hops.keep}: evidence comes from two paragraphs")
     if recipe.evaluation.batch < 1:
         raise ValueError(f"evaluation.batch={recipe.evaluation.batch} must be at least 1")
 
