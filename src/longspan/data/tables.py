@@ -1,4 +1,4 @@
-"""Rows of a table, one at a time: CSV, TSV, JSON lines, Parquet, SQuAD's JSON, or a hub data set.
+"""Rows of a table, one at a time: CSV, TSV, JSON lines, text, Parquet, SQuAD's JSON, or the hub's.
 
 Nothing is read ahead, so a file may be larger than memory. Every row knows where it came from, and
 whoever finds fault with it can say so.
@@ -15,7 +15,7 @@ from typing import Any
 
 HUB = "hub:"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
-_ENDINGS = ".csv, .tsv, .jsonl (each also .xz or .gz), .parquet, .json in SQuAD's form"
+_ENDINGS = ".csv, .tsv, .jsonl, .txt (each also .xz or .gz), .parquet, .json in SQuAD's form"
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def read_rows(source: str | Path) -> Iterator[Row]:
         ".csv": lambda: _delimited(path, ","),
         ".tsv": lambda: _delimited(path, "\t"),
         ".jsonl": lambda: _json_lines(path),
+        ".txt": lambda: _whole(path),
         ".parquet": lambda: _parquet(path),
         ".json": lambda: _squad(path),
     }
@@ -117,6 +118,11 @@ def _json_lines(path: Path) -> Iterator[Row]:
         if not isinstance(values, dict):
             raise ValueError(f"{path}, line {number}: not a JSON object but {values!r:.60}")
         yield Row(f"{path}, line {number}", values)
+
+
+def _whole(path: Path) -> Iterator[Row]:
+    """One row: a text file is one document."""
+    yield Row(str(path), {"text": "".join(_lines(path))})
 
 
 def _parquet(path: Path) -> Iterator[Row]:

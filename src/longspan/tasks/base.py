@@ -47,6 +47,9 @@ class ExampleTask:
     def enter(self, model: PreTrainedModel, phase: Phase) -> None:
         """One phase, one set-up."""
 
+    def export(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
+
     def accompany(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 

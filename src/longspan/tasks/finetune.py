@@ -10,8 +10,13 @@ import torch
 from rich.console import Console
 from torch import autocast, bfloat16
 
-from longspan.models import LongspanForQuestionAnswering, LongspanForSequenceClassification
+from longspan.models import (
+    LongspanForMaskedLM,
+    LongspanForQuestionAnswering,
+    LongspanForSequenceClassification,
+)
 from longspan.tasks.classify import Classifier, Classify
+from longspan.tasks.mlm import Filler, MaskedLM
 from longspan.tasks.spans import Finder, Spans
 from longspan.train import checkpoint
 from longspan.train.finetuning import Finetuning
@@ -21,6 +26,7 @@ from longspan.train.loop import train
 TASKS: dict[str, tuple[Any, Any, Any]] = {
     "classify": (Classify, Classifier, LongspanForSequenceClassification),
     "spans": (Spans, Finder, LongspanForQuestionAnswering),
+    "mlm": (MaskedLM, Filler, LongspanForMaskedLM),
 }
 
 

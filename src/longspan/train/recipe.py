@@ -41,8 +41,10 @@ class Optimizer:
         muon_scale: Muon's learning rate, as a multiple of the phase's.
         clip: the largest norm of the gradient; 0 = any.
         schedule: what follows warm-up.
-        over: whether "cosine" and "linear" run their course within each phase, or over all.
+        over: whether "cosine", "linear" and "polynomial" run their course within each phase, or
+            over all.
         final: the fraction of the learning rate at which they end.
+        power: of the part that is left to go, for "polynomial".
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -51,9 +53,10 @@ class Optimizer:
     weight_decay: float = 0.01
     muon_scale: float = 1.0
     clip: float = 0.25
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    schedule: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
     over: Literal["phase", "run"] = "phase"
     final: float = 0.0
+    power: float = 3.0
 
 
 @dataclass(frozen=True)
