@@ -119,9 +119,7 @@ def study(
         raise typer.Exit(1)
 
 
-def _positions(
-    settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool
-) -> None:
+def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool) -> None:
     from longspan.analyze.positions import describe, draw, markdown, table
     from longspan.recipes import FINETUNING
     from longspan.tasks.positions import study as carry_out

@@ -117,7 +117,12 @@ def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
         ends.append(End(x[-1], y[-1], arm["name"], _colour(arm["name"])))
     axes.axhline(start[SHORT], color=GREY, linewidth=1)
     axes.annotate(
-        "short", (0, start[SHORT]), xytext=(2, 3), textcoords="offset points", color=GREY, fontsize=8
+        "short",
+        (0, start[SHORT]),
+        xytext=(2, 3),
+        textcoords="offset points",
+        color=GREY,
+        fontsize=8,
     )
     axes.set(title="While training", xlabel="updates", xlim=(0, axes.get_xlim()[1] * 1.3))
     axes.xaxis.set_major_locator(MaxNLocator(5))

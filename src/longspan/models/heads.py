@@ -1,6 +1,6 @@
 """Heads: what a task makes of the encoder's hidden states, with transformers' losses."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,7 @@ class LongspanForMaskedLM(_Head):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        hidden = encoded.last_hidden_state
+        hidden = cast(Tensor, encoded.last_hidden_state)
         logits = self.lm_head(hidden if logits_to_keep is None else hidden[:, logits_to_keep])
         loss = None if labels is None else _token_loss(logits, labels)
         return LongspanMaskedLMOutput(logits=logits, **_kept(encoded, loss))

@@ -89,7 +89,9 @@ class Filler:
         chances = model(**given, logits_to_keep=keep).logits[0].float().softmax(dim=-1)
         top = chances.topk(min(_BEST, chances.shape[1]), dim=-1)
         found = []
-        for mask, values, words in zip(kept, top.values.tolist(), top.indices.tolist(), strict=True):
+        for mask, values, words in zip(
+            kept, top.values.tolist(), top.indices.tolist(), strict=True
+        ):
             start, end = tokens.offsets[mask].tolist()
             named = [self.tokenizer.decode([word]) for word in words]
             likely = [{"word": w, "score": v} for w, v in zip(named, values, strict=True)]
@@ -179,7 +181,12 @@ class MaskedLM(Filler, ExampleTask):
         return [*found, *([self.reach.share("head")] if cut else [])]
 
     def build(self) -> PreTrainedModel:
-        model = build_model(self.recipe.model, LongspanForMaskedLM, self.tokenizer, keep_head=True)
+        start = self.recipe.model
+        model = build_model(start, LongspanForMaskedLM, self.tokenizer, keep_head=True)
+        assert start.source is not None
+        if not has_head(start.source, LongspanForMaskedLM):
+            rows = self._rows["train"]
+            _begin_head(model.lm_head, rows.ids[rows.ordinary])
         if not self._trains_global:
             for name, parameter in model.named_parameters():
                 if ".qkv_global." in name:
@@ -284,6 +291,15 @@ class MaskedLM(Filler, ExampleTask):
         found = self._fill(model, text, "the sample")["masks"][0]["words"]
         words = ", ".join(f"{one['word'].strip()} {one['score']:.2f}" for one in found)
         return f"{text} ... for {self.tokenizer.decode([right]).strip()}: {words}"
+
+
+@torch.no_grad()
+def _begin_head(head: Any, ids: np.ndarray) -> None:
+    """A new head begins with how common words are, and scores of that size: what else it learns
+    of embeddings that were not made to be told apart by it would be undoing their length."""
+    counts = torch.from_numpy(np.bincount(ids, minlength=len(head.decoder.bias))) + 1.0
+    head.decoder.bias.copy_((counts / counts.sum()).log())
+    head.norm.weight.fill_(1.0 / head.decoder.weight.norm(dim=1).mean())
 
 
 def _hiding(recipe: Finetuning, tokenizer: Any) -> Hiding:

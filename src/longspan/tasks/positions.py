@@ -181,7 +181,9 @@ def judge(bits: dict[str, float]) -> list[Claim]:
     short, random, copied = bits[SHORT], bits[RANDOM], bits[COPIED]
     trained, positions = bits[TRAINED], bits[POSITIONS]
     return [
-        Claim("random positions are far worse than copied ones: twice the bits", random > 2 * copied),
+        Claim(
+            "random positions are far worse than copied ones: twice the bits", random > 2 * copied
+        ),
         Claim("copied positions come within 10% of the short model", copied < 1.1 * short),
         Claim("trained, the long model beats the short one", trained < short),
         Claim("training the new positions alone helps", positions < copied),
@@ -229,7 +231,7 @@ def _carry_out(task: MaskedLM, name: str, run: Path, trains: bool, console: Cons
 def _score(task: MaskedLM) -> dict[str, float]:
     """Of the model as training would begin with it."""
     torch.manual_seed(task.recipe.seed)
-    model = task.build()
+    model: Any = task.build()
     model = model.to("cuda") if torch.cuda.is_available() else model
     with half(task.recipe, model):
         return task.evaluate(model, "valid")

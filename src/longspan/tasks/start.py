@@ -87,9 +87,9 @@ def build_model(
     if start.pooling is not None:
         config.classifier_pooling = start.pooling
     config.sep_token_id = tokenizer.sep_token_id
-    model = head(config)
+    model: Any = head(config)
     old: Any = source if kept else source.base_model
-    new: Any = model if kept else model.base_model
+    new = model if kept else model.base_model
     weights = old.state_dict()
     new.load_state_dict({name: weights[name] for name in new.state_dict()})
     positions = model.base_model.embeddings.positions

@@ -282,7 +282,7 @@ def _save(
     folder = checkpoint.folder_of(run, known["step"])
     temporary = checkpoint.unfinished(folder)
     temporary.mkdir(parents=True, exist_ok=True)
-    weights = accelerator.get_state_dict(owner)
+    weights: Any = accelerator.get_state_dict(owner)
     moments = checkpoint.optimizer_tensors(owner, optimizers)
     packed = {
         f"{part}/{name}": tensor
