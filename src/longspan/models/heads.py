@@ -176,7 +176,9 @@ class LongspanForMaskedLM(_Head):
             output_attentions=output_attentions,
         )
         hidden = cast(Tensor, encoded.last_hidden_state)
-        logits = self.lm_head(hidden if logits_to_keep is None else hidden[:, logits_to_keep])
+        if logits_to_keep is not None:
+            hidden = hidden.index_select(1, logits_to_keep)
+        logits = self.lm_head(hidden)
         loss = None if labels is None else _token_loss(logits, labels)
         return LongspanMaskedLMOutput(logits=logits, **_kept(encoded, loss))
 

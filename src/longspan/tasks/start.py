@@ -92,7 +92,7 @@ def build_model(
     new = model if kept else model.base_model
     weights = old.state_dict()
     new.load_state_dict({name: weights[name] for name in new.state_dict()})
-    positions = model.base_model.embeddings.positions
+    positions: Any = model.base_model.embeddings.positions
     reserved = 0 if trained is None else config.position_offset + trained
     if start.positions == "random" and positions is not None:
         nn.init.normal_(positions.weight.data[reserved:], std=config.initializer_range)
