@@ -56,6 +56,36 @@ if capability >= 90 and kind == "bf16":  # the GPU's copy engine
     assert build(name, capability, kind, HEAD_DIM=64, D=64, BULK=True, ROWS=False).asm["cubin"]
 """
 
+HOPPER = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon import language as gl
+from longspan.ops.window import hopper
+
+INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES"}
+for head_dim in (32, 64, 128):
+    for rich in (False, True):
+        flags = {"D": head_dim, "BM": 64, "BN": 64, "BG": 16, "BOUNDED": rich, "GLOBAL": rich,
+                 "ROWS": not rich, "CAUSAL": rich, "num_warps": 4}
+        signature, constants = {}, {}
+        for place, argument in enumerate(hopper.forward.arg_names):
+            if argument in flags:
+                signature[argument] = "constexpr"
+                constants[(place,)] = flags[argument]
+            elif argument.endswith("_TILES"):
+                block = [1, 64, head_dim]
+                layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+                signature[argument] = f"tensordesc<bf16{block},{layout!r}>"
+            elif argument.isupper():
+                pointer = "i32" if argument in INTEGERS else "fp32" if argument == "LSE" else "bf16"
+                signature[argument] = "*" + pointer
+            else:
+                signature[argument] = "fp32" if argument == "scale" else "i32"
+        source = GluonASTSource(hopper.forward, signature, constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
 KERNELS = (
     "forward",
     "backward_query",
@@ -74,9 +104,17 @@ TARGETS = [(80, "fp16"), (90, "bf16"), (90, "fp32")]
 def test_compiles_for_a_real_gpu(kernel, target, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     capability, kind = target
+    _run(PROGRAM, kernel, str(capability), kind)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="an NVIDIA toolchain is needed")
+def test_the_kernel_for_hopper_compiles(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    _run(HOPPER)
+
+
+def _run(program: str, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kernel, str(capability), kind],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]

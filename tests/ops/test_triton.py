@@ -94,6 +94,22 @@ def test_the_copy_engine_fetches_the_same(head_dim, dtype, device, monkeypatch):
     assert_within_budget(case, "triton", dtype, device)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="interpreted calls are all treated as heavy ones")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("feature", FEATURES)
+@given(data=st.data())
+@settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
+def test_heavy_calls_are_within_the_error_budget(feature, head_dim, dtype, device, data):
+    """What large calls use on a GPU (the copy engine, `hopper.forward`), on small ones."""
+    from longspan.ops.window import triton
+
+    case = data.draw(cases(feature, 300, 4)).with_(head_dim=head_dim)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "_heavy", lambda *call: True)
+        assert_within_budget(case, "triton", dtype, device)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs the parallel hardware to be a test")
 @pytest.mark.parametrize("share", [None, 0.01, 0.5])
 def test_results_do_not_depend_on_the_run(share, device):

@@ -5,6 +5,7 @@ Nothing here reads device memory back, so calls can be captured in a CUDA graph.
 
 import math
 from functools import lru_cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,17 @@ def forward(
         left, right, step = _reach(pattern, step, n)
         bulk = step == 1 and heavy and _bulk(key, value)
         tile = _tile("forward", query, bulk)
+        if bulk and head1 - head0 == heads and _on_hopper(query, pattern):
+            _hopper().forward[(_blocks(n, 1, tile.own), batch * heads)](
+                *(_hopper().describe(_tiles(t, tile.own, bulk)) for t in (query, key, value, out)),
+                key, value, lse, *masks, *_strides(key)[:2], *_strides(value)[:2],
+                n, lse.shape[2], heads, group, left, right, scale,
+                D=head_dim, BM=tile.own, BN=tile.own, BG=GATHERED,
+                BOUNDED=options["BOUNDED"], GLOBAL=seen.places is not None,
+                ROWS=pattern.global_rows, CAUSAL=pattern.causal,
+                num_warps=tile.warps, maxnreg=tile.registers,
+            )  # fmt: skip
+            continue
         kernels.forward[(_blocks(n, step, tile.own), batch * (head1 - head0))](
             query, key, value, out, lse, *masks, seed,
             _tiles(key, tile.stream, bulk), _tiles(value, tile.stream, bulk), *inputs,
@@ -254,6 +266,28 @@ def _tiles(tensor: Tensor, rows: int, bulk: bool) -> Tensor | TensorDescriptor:
     token = tensor.stride(1)
     strides = [tensor.stride(0) if batch > 1 else n * token, token, 1]
     return TensorDescriptor(tensor, [batch, n, heads * head_dim], strides, [1, rows, head_dim])
+
+
+@lru_cache
+def _hopper() -> ModuleType | None:
+    """The kernels in Gluon, which this version of Triton may not have: it is experimental."""
+    try:
+        from longspan.ops.window import hopper
+    except ImportError:
+        return None
+    return hopper
+
+
+def _on_hopper(query: Tensor, pattern: Pattern) -> bool:
+    """Whether `hopper.forward` can compute this call (whose keys and values come in bulk)."""
+    return (
+        pattern.dropout_p == 0.0
+        and query.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and _bulk_layout(query)
+        and _hopper() is not None
+    )
 
 
 def _options(query: Tensor, seen: Visibility, pattern: Pattern) -> dict:
