@@ -29,7 +29,7 @@ TRAINED, POSITIONS, CONTROL = "trained", "positions", "short-trained"
 _NARROW = "narrow"  # the short model with the windows of the long one
 # A new head, the whole of a model that has just got one, and positions in an otherwise frozen model
 # have far to go; long models learn at the recipe's rate.
-_RATES = {HEAD: 1e-3, SHORT: 3e-4, POSITIONS: 1e-3}
+_RATES = {HEAD: 1e-3, SHORT: 5e-4, POSITIONS: 1e-3}
 
 
 class Kind(NamedTuple):

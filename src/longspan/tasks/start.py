@@ -92,17 +92,22 @@ def build_model(
     new = model if kept else model.base_model
     weights = old.state_dict()
     new.load_state_dict({name: weights[name] for name in new.state_dict()})
-    positions: Any = model.base_model.embeddings.positions
-    reserved = 0 if trained is None else config.position_offset + trained
-    if start.positions == "random" and positions is not None:
-        nn.init.normal_(positions.weight.data[reserved:], std=config.initializer_range)
-    if start.freeze == "all-but-head":
-        model.base_model.requires_grad_(False)
-    elif start.freeze == "all-but-positions":
-        model.requires_grad_(False)
-        positions.weight.requires_grad_(True)
-        positions.weight.register_hook(lambda gradient: _without(gradient, reserved))
+    known = 0 if trained is None else config.position_offset + trained  # rows of the table
+    if start.positions == "random" and config.position == "learned":
+        new_rows = model.base_model.embeddings.positions.weight.data[known:]
+        nn.init.normal_(new_rows, std=config.initializer_range)
+    _freeze(model, start.freeze, known)
     return model
+
+
+def _freeze(model: Any, what: str, known: int) -> None:
+    if what == "all-but-head":
+        model.base_model.requires_grad_(False)
+    elif what == "all-but-positions":
+        table = model.base_model.embeddings.positions.weight
+        model.requires_grad_(False)
+        table.requires_grad_(True)
+        table.register_hook(lambda gradient: _without(gradient, known))
 
 
 def _load(folder: str, window: int, head: type[LongspanPreTrainedModel] | None) -> Any:
