@@ -12,7 +12,8 @@ same time; rounds alternate between two places in shared memory.
 
 from functools import lru_cache
 
-from torch import dtype as Kind
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,21 +24,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
 FLOOR = gl.constexpr(-1.0e30)
 NEVER = gl.constexpr(1 << 30)
 
 
-def describe(tiles: PlainDescriptor) -> TensorDescriptor:
+def tiles(
+    tensor: Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
     """A tensor descriptor as Gluon wants it: with the order of a tile in shared memory."""
-    layout = _layout(tuple(tiles.block_shape), tiles.base.dtype)
-    return TensorDescriptor(tiles.base, tiles.shape, tiles.strides, tiles.block_shape, layout)
+    return TensorDescriptor(tensor, shape, strides, block, _layout(tuple(block), tensor.dtype))
 
 
 @lru_cache
-def _layout(block: tuple[int, ...], kind: Kind) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(kind).split(".")[1]))
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).split(".")[1]))
 
 
 @gluon.jit

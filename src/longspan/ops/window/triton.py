@@ -82,7 +82,7 @@ def forward(
         tile = _tile("forward", query, bulk)
         if bulk and head1 - head0 == heads and _on_hopper(query, pattern):
             _hopper().forward[(_blocks(n, 1, tile.own), batch * heads)](
-                *(_hopper().describe(_tiles(t, tile.own, bulk)) for t in (query, key, value, out)),
+                *(_hopper().tiles(t, *_block(t, tile.own)) for t in (query, key, value, out)),
                 key, value, lse, *masks, *_strides(key)[:2], *_strides(value)[:2],
                 n, lse.shape[2], heads, group, left, right, scale,
                 D=head_dim, BM=tile.own, BN=tile.own, BG=GATHERED,
@@ -258,14 +258,17 @@ def _has_copy_engine(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _tiles(tensor: Tensor, rows: int, bulk: bool) -> Tensor | TensorDescriptor:
-    """What the kernels stream tiles from: a tensor descriptor, or (not bulk) nothing of use."""
-    if not bulk:
-        return tensor
+def _block(tensor: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
+    """[batch, tokens, heads * head_dim] for the copy engine: shape, strides, shape of a tile."""
     batch, n, heads, head_dim = tensor.shape
     token = tensor.stride(1)
     strides = [tensor.stride(0) if batch > 1 else n * token, token, 1]
-    return TensorDescriptor(tensor, [batch, n, heads * head_dim], strides, [1, rows, head_dim])
+    return [batch, n, heads * head_dim], strides, [1, rows, head_dim]
+
+
+def _tiles(tensor: Tensor, rows: int, bulk: bool) -> Tensor | TensorDescriptor:
+    """What the kernels stream tiles from: a tensor descriptor, or (not bulk) nothing of use."""
+    return TensorDescriptor(tensor, *_block(tensor, rows)) if bulk else tensor
 
 
 @lru_cache
