@@ -42,9 +42,9 @@ def batches(task, steps, rows=4):
 def test_it_learns_what_follows_what(tmp_path):
     made = recipe("mlm", tmp_path, updates=180, learning_rate=1e-2, masking__share=0.3)
     before = MaskedLM(made)
-    begun = before.evaluate(before.build(), "valid")
+    new = before.evaluate(before.build(), "valid")
     results = finetune(make_task(made), tmp_path / "run", console=QUIET)
-    assert results["valid"]["bits_per_token"] < 0.5 * begun["bits_per_token"]
+    assert results["valid"]["bits_per_token"] < 0.5 * new["bits_per_token"]
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
     use = longspan.pipeline(tmp_path / "run")
     text = "river house the a [MASK] was in and"
@@ -61,6 +61,8 @@ def test_it_learns_what_follows_what(tmp_path):
     assert [one["words"][0]["word"] for one in beyond] == ["is"] * 20
     with pytest.raises(ValueError, match=r"the input: 160 tokens, the model reads 30"):
         longspan.pipeline(tmp_path / "run", too_long="refuse")(long)
+    begun = longspan.pipeline(tmp_path / "run", too_long="head")(long)
+    assert (len(begun["masks"]), begun["unread"]) == (4, 16)
 
 
 def test_packed_is_separate(tmp_path):

@@ -15,7 +15,7 @@ from longspan.analyze.figures import BLUE, GREY, ORANGE
 from longspan.bench.drawing import look, save
 from longspan.bench.labels import End, label_ends
 from longspan.bench.report import make_table
-from longspan.tasks.positions import CONTROL, HEAD, RANDOM, SHORT, Study
+from longspan.tasks.positions import CONTROL, COPIED, HEAD, POSITIONS, RANDOM, SHORT, Study
 
 _GREEN = "#009E73"
 _COLUMNS = ("", "bits/character", "bits/token", "Table 5, base", "updates", "tokens", "minutes")
@@ -110,9 +110,9 @@ def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
     for arm in found["arms"]:
         if not arm["curve"] or arm["name"] in (HEAD, SHORT):
             continue
-        before = start[SHORT] if arm["name"] == CONTROL else start["copied"]
+        before = start[SHORT] if arm["name"] == CONTROL else start[COPIED]
         x, y = zip((0, before), *arm["curve"], strict=True)
-        style = "--" if arm["name"] == "positions" else "-"
+        style = "--" if arm["name"] == POSITIONS else "-"
         axes.plot(x, y, marker="o", linestyle=style, color=_colour(arm["name"]))
         ends.append(End(x[-1], y[-1], arm["name"], _colour(arm["name"])))
     axes.axhline(start[SHORT], color=GREY, linewidth=1)

@@ -96,7 +96,8 @@ class Filler:
             named = [self.tokenizer.decode([word]) for word in words]
             likely = [{"word": w, "score": v} for w, v in zip(named, values, strict=True)]
             found.append({"start": start, "end": end, "words": likely})
-        return {"masks": found}
+        unread = len(masks) - len(kept)  # if only the beginning is read
+        return {"masks": found} | ({"unread": unread} if unread else {})
 
 
 class MaskedLM(Filler, ExampleTask):
@@ -115,7 +116,6 @@ class MaskedLM(Filler, ExampleTask):
                 "--model and --data makes one; its run is then the --model"
             )
         check_freeze(recipe.model)
-        self.hiding = _hiding(recipe, self.tokenizer)
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "), lower_is_better=True)
         self.skips = Skips()
         if documents is None:
@@ -142,6 +142,7 @@ class MaskedLM(Filler, ExampleTask):
 
     def _settle(self, recipe: Finetuning) -> None:
         Filler.__init__(self, recipe, self.tokenizer)
+        self.hiding = _hiding(recipe, self.tokenizer)
         for name, own in self.documents._asdict().items():
             if not own:
                 raise ValueError(f"the {name} documents have no tokens")
@@ -295,8 +296,8 @@ class MaskedLM(Filler, ExampleTask):
 
 @torch.no_grad()
 def _begin_head(head: Any, ids: np.ndarray) -> None:
-    """A new head begins with how common words are, and scores of that size: what else it learns
-    of embeddings that were not made to be told apart by it would be undoing their length."""
+    """A new head begins with how common words are. What it makes of the context begins small beside
+    that: embeddings that no head has shaped are long, and scores would be large and wrong."""
     counts = torch.from_numpy(np.bincount(ids, minlength=len(head.decoder.bias))) + 1.0
     head.decoder.bias.copy_((counts / counts.sum()).log())
     head.norm.weight.fill_(1.0 / head.decoder.weight.norm(dim=1).mean())

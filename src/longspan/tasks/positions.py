@@ -8,7 +8,7 @@ own length: only after that is it a short model of masked tokens, of which long 
 import gc
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ class Study:
 
 
 def study(recipe: Finetuning, output: Path, console: Console | None = None) -> Study:
-    """Carry out every arm in a folder of its own; writes `positions.json`.
+    """Carry out every arm in a folder of its own.
 
     An arm that is complete is not done again, one that was interrupted goes on.
     """
@@ -111,7 +111,7 @@ def study(recipe: Finetuning, output: Path, console: Console | None = None) -> S
         gc.collect()
         torch.compiler.reset()
     valid = task.documents.valid
-    result = Study(
+    return Study(
         Path(recipe.model.source).name,
         short,
         recipe.model.length,
@@ -121,8 +121,6 @@ def study(recipe: Finetuning, output: Path, console: Console | None = None) -> S
         found,
         judge({arm.name: arm.bits_per_character for arm in found}),
     )
-    checkpoint.write_json(output / "positions.json", asdict(result))
-    return result
 
 
 def plan(recipe: Finetuning, output: Path, short: int, headless: bool) -> dict[str, Finetuning]:
