@@ -57,6 +57,24 @@ def test_a_cache_changes_nothing(kind, size):
         assert cache.key.shape[1] == made.reach
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["window", "window-relative", "window-plain"])
+@pytest.mark.parametrize("read", [1, 4, 17])
+def test_a_ring_changes_nothing(kind, read):
+    """Several times around, after a prompt shorter or longer than the window."""
+    made, given = layer(SETTINGS[kind]), hidden(60)
+    whole = made(given).out
+    state = made.ring(made(given[:, :read], keep_state=True).state, read)
+    places = [tensor.data_ptr() for tensor in state]
+    for token in range(read, 60):
+        done = made(given[:, token : token + 1], token, state, keep_state=True)
+        torch.testing.assert_close(done.out[:, 0], whole[:, token], rtol=1e-9, atol=1e-9)
+        state = done.state
+    if kind != "window-relative":  # which keeps its cache: positions go by order there
+        assert [tensor.data_ptr() for tensor in state] == places
+        assert state.key.shape[1] == made.reach + 1
+
+
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_the_future_is_unseen(setting):
     made, given = layer(setting), hidden()

@@ -15,20 +15,28 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 # In a process of its own: here the kernels may be interpreted.
 PROGRAM = """
+import subprocess
 import sys
+import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from longspan.ops.rows import kernels as late_kernels
 from longspan.ops.window import kernels, row_kernels
 
 INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES", "AT"}
-FLOATS = {"LSE", "DELTA", "PART", "PART_LSE"}
+FLOATS = {"LSE", "DELTA", "PART", "PART_LSE", "PART_MASS", "WHOLE", "WHOLE_LSE", "WHOLE_MASS",
+          "MASS", "DMASS"}
 
-def build(name, capability, kind, **chosen):
-    function = getattr(kernels, name, None) or getattr(row_kernels, name)
+def build(name, capability, kind, options=None, **chosen):
+    found = (getattr(module, name, None) for module in (kernels, row_kernels, late_kernels))
+    function = next(kernel for kernel in found if kernel is not None)
     flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
              "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
-             "BULK": False, "HEADS": 4, "PRECISION": "tf32x3"} | chosen
+             "BULK": False, "HEADS": 4, "PRECISION": "tf32x3",
+             "DIM": 184, "WIDE": 128, "NARROW": 64, "BR": 16, "HD": 32, "BK": 64, "BC": 64,
+             "INNER": 96, "PARTS": 2, "WEIGHTS": 3, "BIASES": 3,
+             "PROJECT": True, "BIASED": True, "SOFTMAX": True} | chosen
     signature, constants, hints = {}, {}, {}
     for place, argument in enumerate(function.arg_names):
         if argument in flags:
@@ -46,13 +54,24 @@ def build(name, capability, kind, **chosen):
             if argument.endswith(("_batch", "_token", "_head")) or argument == "lse_row":
                 hints[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, hints)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 name, capability, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 for dilated, dropout in ((False, False), (True, True)):
     compiled = build(name, capability, kind, DILATED=dilated, DROPOUT=dropout, CAUSAL=dropout)
     assert compiled.asm["cubin"]
-if capability >= 90 and kind == "bf16":  # the GPU's copy engine
+if capability >= 90 and kind == "bf16" and name in ("pool", "pool_backward"):
+    # The usual size must fit: in shared memory, and in registers without a stack to spill to.
+    chosen = {"DIM": 768, "WIDE": 512, "NARROW": 256, "BN": 64 if name == "pool" else 32}
+    compiled = build(name, capability, kind, {"num_warps": 8, "num_stages": 3}, **chosen)
+    assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in used, used
+elif capability >= 90 and kind == "bf16":  # the GPU's copy engine
     assert build(name, capability, kind, HEAD_DIM=64, D=64, BULK=True, ROWS=False).asm["cubin"]
 """
 
@@ -95,6 +114,14 @@ KERNELS = (
     "global_forward_merge",
     "global_backward",
     "global_backward_merge",
+    "fold",
+    "pool",
+    "merge",
+    "project",
+    "spread",
+    "pool_backward",
+    "weight_grads",
+    "return_rows",
 )
 TARGETS = [(80, "fp16"), (90, "bf16"), (90, "fp32")]
 

@@ -122,3 +122,45 @@ def test_gradients_against_finite_differences():
 def test_pattern_groups_neighbouring_heads():
     pattern = Pattern(1, 1, (1, 1, 2, 2, 1), 1.0)
     assert pattern.head_groups() == [(0, 2, 1), (2, 4, 2), (4, 5, 1)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "triton"])
+@pytest.mark.parametrize("share", [None, 0.1])
+def test_one_tensor_instead_of_three(backend, share, device):
+    """The same numbers, and one gradient in the place of three."""
+    case = CASE.with_(global_share=share, tokens=150, dropout_p=0.1)
+    given = case.inputs(torch.float32, device)
+    options = {**given["masks"], **case.options(), "backend": backend}
+    stacked = torch.stack(given["tensors"], dim=2).requires_grad_()
+    results = []
+    for tensors in (stacked.unbind(2), (stacked,)):
+        torch.manual_seed(0)
+        out = window_attention(*tensors, **options)
+        results.append([out, *torch.autograd.grad(out, stacked, given["grad"])])
+    for apart, together in zip(*results, strict=True):
+        assert torch.equal(apart, together)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
+def test_one_tensor_in_a_graph(backend, device):
+    given = CASE.inputs(torch.float32, device)
+    stacked = torch.stack(given["tensors"], dim=2).requires_grad_()
+    seen = visibility(stacked[:, :, 0], **given["masks"])
+    numbers = (9, 4, [1, 2], 0.25, 0.0, True, backend)
+    tensors = (stacked, None, None, *seen, None, None, None)
+    torch.library.opcheck(autograd.forward_op, (*tensors, *numbers))
+
+    def loss(stacked):
+        out = window_attention(stacked * 2, window=8, visibility=seen, backend=backend)
+        return out.square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(function(stacked), stacked)[0] for function in (loss, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+def test_one_tensor_of_another_shape_is_named(device):
+    with pytest.raises(ValueError, match=r"query must be all three.*got \(1, 9, 2, 16\)"):
+        window_attention(torch.randn(1, 9, 2, 16, device=device), window=4)
+    with pytest.raises(TypeError, match="value must be a torch"):
+        window_attention(*torch.randn(2, 1, 9, 2, 16, device=device).unbind(), window=4)

@@ -45,6 +45,34 @@ class Cache(NamedTuple):
         return Cache(*(tensor[:, first:].detach().clone() for tensor in self))
 
 
+class Ring(NamedTuple):
+    """A cache for one token after the other: token t stands in place t mod places, where it takes
+    the place of one that nobody sees any more. Unlike all other state it is changed by a call."""
+
+    key: Tensor  # [batch, places, heads, head_dim]
+    value: Tensor
+
+    @staticmethod
+    def of(cache: Cache, tokens: int, places: int) -> "Ring":
+        """With the newest of the `tokens` read so far in their places."""
+        kept = min(cache.key.shape[1], places)
+        at = torch.arange(tokens - kept, tokens, device=cache.key.device) % places
+        batch, _, *shape = cache.key.shape
+        rings = [tensor.new_zeros(batch, places, *shape) for tensor in cache]
+        for ring, tensor in zip(rings, cache, strict=True):
+            ring[:, at] = tensor[:, tensor.shape[1] - kept :]
+        return Ring(*rings)
+
+    def put(self, token: int, key: Tensor, value: Tensor) -> Tensor:
+        """Write token number `token`, [batch, 1, ...]; returns how old each place now is, in
+        tokens, and more than there are for those never written."""
+        places = self.key.shape[1]
+        self.key[:, token % places] = key[:, 0]
+        self.value[:, token % places] = value[:, 0]
+        age = (token - torch.arange(places, device=key.device)) % places
+        return torch.where(age > token, places, age)
+
+
 class RelativePositions(nn.Module):
     """Transformer-XL's: sinusoids of the distance, projected, and a bias for each of two terms."""
 
@@ -149,14 +177,24 @@ class CausalWindow(CausalAttention):
         """How many tokens back a query may look: the size of the cache."""
         return self.left * max(self.dilation)
 
+    def ring(self, cache: Cache, tokens: int) -> "Ring | Cache":
+        """What to write on with, of the cache after `tokens`. Relative positions need order."""
+        return cache if self.relative is not None else Ring.of(cache, tokens, self.reach + 1)
+
     def forward(
-        self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
+        self,
+        hidden: Tensor,
+        first: int = 0,
+        state: Cache | Ring | None = None,
+        keep_state: bool = False,
     ) -> Attended:
         query, key, value = self.project(hidden)
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         if self.rotary:
             query, key = rotate(query, key, position=_places(hidden, first), base=self.base)
+        if isinstance(state, Ring):
+            return Attended(self._write_on(query, state, state.put(first, key, value)), state)
         known = Cache.join(state, key, value)
         if state is None and self.relative is None:
             out = window_attention(
@@ -180,6 +218,17 @@ class CausalWindow(CausalAttention):
                 dropout_p=self.dropout_p,
             )
         return Attended(out.flatten(2), known.last(self.reach) if keep_state else None)
+
+    def _write_on(self, query: Tensor, ring: Ring, age: Tensor) -> Tensor:
+        """[batch, 1, dim]: one token, which stands in the ring already."""
+        step = torch.tensor(self.dilation, device=age.device)[:, None]
+        seen = (age % step == 0) & (age <= self.left * step)  # [heads, places]
+        out = scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (query, *ring)),
+            attn_mask=seen[:, None],
+            dropout_p=self.dropout_p,
+        )
+        return out.transpose(1, 2).flatten(2)
 
 
 class CausalFull(CausalAttention):

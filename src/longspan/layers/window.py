@@ -8,12 +8,7 @@ from torch.nn.functional import linear
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.position import rotate
-from longspan.ops.rows import (
-    global_attention,
-    global_positions,
-    global_weights,
-    take_rows,
-)
+from longspan.ops.rows import global_positions, global_rows, global_weights, take_rows
 from longspan.ops.window import Visibility, window_attention
 from longspan.ops.window import visibility as describe
 from longspan.ops.window.maps import AttentionMap, attention_map
@@ -125,7 +120,9 @@ class WindowAttention(AttentionLayer):
             )
         seen = self._own(seen)
         dropout_p = self.dropout if self.training else 0.0
-        query, key, value = self._project(hidden, seen, position_ids)
+        tensors = (self._project(hidden),)
+        if self.rotary is not None:
+            tensors = self._apart(*tensors, seen, position_ids)
         rows = self.qkv_global is None
         if not rows and seen.rank is not None:
             if positions is None:
@@ -134,9 +131,7 @@ class WindowAttention(AttentionLayer):
                 positions = global_positions(chosen)
             rows = (self._global_rows(hidden, seen, positions, dropout_p), positions)
         return window_attention(
-            query,
-            key,
-            value,
+            *tensors,
             window=self.window,
             dilation=self.dilation,
             visibility=seen,
@@ -157,13 +152,14 @@ class WindowAttention(AttentionLayer):
         """The attention weights of a call, as a band, columns and rows, without n x n memory."""
         seen = self._own(seen)
         positions = positions if self.global_tokens else None
-        query, key, _ = self._project(hidden, seen, position_ids)
+        query, key, _ = self._apart(self._project(hidden), seen, position_ids)
         made = attention_map(
             query, key, window=self.window, dilation=self.dilation, seen=seen, places=positions
         )
         if positions is None:
             return made
-        about = {"positions": positions, "seen": seen, "causal": self.causal}
+        scale = (hidden.shape[2] // self.heads) ** -0.5
+        about = {"positions": positions, "seen": seen, "causal": self.causal, "scale": scale}
         if self.qkv_global is None:
             # Keys as they are, rotated or not, projected by nothing further.
             dim = hidden.shape[2]
@@ -184,15 +180,19 @@ class WindowAttention(AttentionLayer):
         """What this layer makes of a description for all layers."""
         return seen if self.global_tokens else seen._replace(rank=None, places=None)
 
-    def _project(
-        self, hidden: Tensor, seen: Visibility, position_ids: Tensor | None
+    def _project(self, hidden: Tensor) -> Tensor:
+        """Queries, keys and values, [batch, tokens, 3, heads, head_dim]."""
+        return self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
+
+    def _apart(
+        self, stacked: Tensor, seen: Visibility, position_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, tokens, heads, head_dim], rotated if they are to be."""
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        """The three of them, rotated if they are to be."""
+        query, key, value = stacked.unbind(2)
         if self.rotary is None:
             return query, key, value
         if position_ids is None:
-            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            position_ids = torch.arange(stacked.shape[1], device=stacked.device)[None]
             if seen.start is not None:
                 position_ids = position_ids - seen.start
         query, key = rotate(query, key, position=position_ids, base=self.rotary)
@@ -210,17 +210,15 @@ class WindowAttention(AttentionLayer):
     ) -> Tensor:
         """[batch, g, heads, head_dim]: what each global token makes of its whole document."""
         assert self.qkv_global is not None
-        dim = hidden.shape[2]
-        _, key_weight, value_weight = self.qkv_global.weight.split(dim)
-        bias = self.qkv_global.bias
-        return global_attention(
-            self._global_query(self.qkv_global, hidden, positions),
+        return global_rows(
             hidden,
-            key_weight,
-            value_weight,
-            None if bias is None else bias[2 * dim :],
+            self.qkv_global.weight,
+            self.qkv_global.bias,
+            heads=self.heads,
             positions=positions,
             seen=seen,
             causal=self.causal,
             dropout_p=dropout_p,
+            # Who asks for one of the slower backends wants PyTorch's own operations.
+            backend="auto" if self.backend in ("auto", "triton") else "plain",
         )

@@ -199,10 +199,20 @@ class LongspanForCausalLM(PreTrainedModel):
         state, ids = None, input_ids
         for _ in range(max_new_tokens):
             done = self(ids, state=state, keep_state=True)
-            state = done.state
+            # This state is nobody else's, so windows may write the new token over the oldest.
+            state = done.state if state is not None else self._rings(done.state)
             chosen = sampler.choose(done.logits[:, -1], generator)
             yield chosen
             ids = chosen[:, None]
+
+    def _rings(self, state: DecoderState) -> DecoderState:
+        made = [
+            block.attention.ring(own, int(state.tokens))
+            if isinstance(block.attention, CausalWindow)
+            else own
+            for block, own in zip(self._blocks(), state.layers, strict=True)
+        ]
+        return state._replace(layers=tuple(made))
 
     def generate(
         self, input_ids: Tensor, max_new_tokens: int = 256, sampler: Sampler | None = None

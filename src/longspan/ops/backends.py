@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-# (device, dtype, head_dim) -> the reason the backend cannot serve such a call, or None.
-Refusal = Callable[[torch.device, torch.dtype, int], str | None]
+# (device, dtype, *sizes) -> the reason the backend cannot serve such a call, or None. Which sizes
+# matter, the head size first, is the op's business.
+Refusal = Callable[..., str | None]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ def choose(
     candidates: Sequence[Backend],
     device: torch.device,
     dtype: torch.dtype,
-    head_dim: int,
+    *sizes: int,
 ) -> Backend:
     """The backend called `name`, or for "auto" the first candidate that can serve the call.
 
@@ -34,7 +35,7 @@ def choose(
     if name != "auto":
         if name not in by_name:
             raise ValueError(f"backend={name!r} is unknown; choose from auto, {', '.join(by_name)}")
-        reason = by_name[name].refusal(device, dtype, head_dim)
+        reason = by_name[name].refusal(device, dtype, *sizes)
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot serve this call: {reason}")
         return by_name[name]
@@ -43,7 +44,7 @@ def choose(
         if backend.home is not None and backend.home != device.type:
             reasons.append(f"{backend.name}: is for {backend.home} tensors, these are on {device}")
             continue
-        reason = backend.refusal(device, dtype, head_dim)
+        reason = backend.refusal(device, dtype, *sizes)
         if reason is None:
             return backend
         reasons.append(f"{backend.name}: {reason}")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from longspan.ops.window.pattern import visibility as describe
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     return None if dtype in _FLOATS else f"it computes in floating point, not {dtype}"
 
 
@@ -31,7 +32,7 @@ def _triton_unavailable(device: torch.device) -> str | None:
 _triton_unavailable._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     reason = _triton_unavailable(device)
     if reason is not None:
         return reason
@@ -44,16 +45,16 @@ def _refuse_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 # In the order in which `auto` tries them.
 BACKENDS = (
-    Backend("triton", "fused GPU kernels, forward and backward", _refuse_triton, home="cuda"),
-    Backend("blocked", "PyTorch on blocks, linear memory, any device", _refuse_dtype),
-    Backend("reference", "dense attention under a mask, n x n memory: the oracle", _refuse_dtype),
+    Backend("triton", "fused GPU kernels, forward and backward", refuse_triton, home="cuda"),
+    Backend("blocked", "PyTorch on blocks, linear memory, any device", refuse_dtype),
+    Backend("reference", "dense attention under a mask, n x n memory: the oracle", refuse_dtype),
 )
 
 
 def window_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
     *,
     window: int | tuple[int, int],
     dilation: int | Sequence[int] = 1,
@@ -74,7 +75,9 @@ def window_attention(
 
     Args:
         query: [batch, tokens, heads, head_dim].
-        key, value: the same, or with fewer heads that divide the query's (grouped heads).
+        key, value: the same, or with fewer heads that divide the query's (grouped heads). Without
+            them `query` is all three, [batch, tokens, 3, heads, head_dim], as one projection gives
+            them: their gradient is then one tensor too, and a training step copies less.
         window: `(left, right)` steps, or an even int for half on each side. A query always sees
             itself, so 512 means 513 keys. 0 is (0, 0), hence causal.
         dilation: tokens per step, one for all heads or one per head; 1 = none.
@@ -96,6 +99,9 @@ def window_attention(
 
     Gradients can be taken once; `backend="reference"` allows higher derivatives.
     """
+    stacked = _check_stacked(query) if key is None and value is None else None
+    if stacked is not None:
+        query, key, value = stacked.unbind(2)
     query, key, value = _check_tensors(query, key, value)
     pattern = Pattern(
         *check_window(window),
@@ -114,7 +120,7 @@ def window_attention(
     if visibility is not None:
         if any(mask is not None for mask in masks.values()):
             raise ValueError("give either the masks or the visibility made from them, not both")
-        _check_visibility(query, visibility)
+        check_visibility(query, visibility)
     chosen = choose(backend, BACKENDS, query.device, query.dtype, query.shape[3]).name
     seed = dropout.new_seed(query.device) if pattern.dropout_p > 0 else None
     if query.numel() == 0:
@@ -125,7 +131,8 @@ def window_attention(
         return out if rows is None or at is None else reference.put_rows(out, rows, at)
     if visibility is None:
         visibility = describe(query, **masks)
-    return autograd.attend(query, key, value, visibility, pattern, seed, rows, at, chosen)
+    tensors = (query, key, value) if stacked is None else (stacked, None, None)
+    return autograd.attend(*tensors, visibility, pattern, seed, rows, at, chosen)
 
 
 def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
@@ -141,7 +148,20 @@ def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
     return reference.attend(query, key, value, mask, pattern, seed)
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _check_stacked(stacked: Tensor) -> Tensor:
+    """The tensor, in autocast's dtype where that is on."""
+    if not isinstance(stacked, Tensor) or stacked.dim() != 5 or stacked.shape[2] != 3:
+        raise ValueError(
+            "without key and value, query must be all three, [batch, tokens, 3, heads, head_dim], "
+            f"got {tuple(getattr(stacked, 'shape', ()))}"
+        )
+    kind = stacked.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return stacked
+    return stacked.to(torch.get_autocast_dtype(kind))
+
+
+def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors, in autocast's dtype where that is on, as torch's own attention does it."""
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if not isinstance(tensor, Tensor):
@@ -217,7 +237,7 @@ def _check_dropout(dropout_p: float) -> float:
     return float(dropout_p)
 
 
-def _check_visibility(like: Tensor, seen: Visibility) -> None:
+def check_visibility(like: Tensor, seen: Visibility) -> None:
     """A description of another batch would send a kernel beyond the end of its rows."""
     if not isinstance(seen, Visibility):
         raise TypeError(f"visibility must come from visibility(...), got {type(seen).__name__}")

@@ -2,6 +2,9 @@
 
 Registered with `torch.library`, they are opaque to `torch.compile` (no graph break, nothing
 data-dependent is traced), carry shapes for fake tensors and know their own gradient.
+
+Where keys and values are None, the queries are all three, stacked, and so is their gradient: what
+comes from one projection goes back to it without being copied together.
 """
 
 from typing import Any
@@ -22,9 +25,13 @@ def _implementation(backend: str) -> Any:
     return module
 
 
+def _apart(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Any, ...]:
+    return query.unbind(2) if key is None else (query, key, value)
+
+
 def _forward(query, key, value, seen, pattern, seed, rows, at, backend) -> tuple[Tensor, Tensor]:
     module = _implementation(backend)
-    out, lse = module.forward(query, key, value, seen, pattern, seed)
+    out, lse = module.forward(*_apart(query, key, value), seen, pattern, seed)
     if rows is not None:
         module.put_rows(out, rows, at)
     return out, lse
@@ -42,8 +49,8 @@ def _grad_rows(grad: Tensor, at: Tensor | None) -> Tensor | None:
 @torch.library.custom_op("longspan::window_attention", mutates_args=())
 def forward_op(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     start: Tensor | None,
     stop: Tensor | None,
     holes: Tensor | None,
@@ -69,18 +76,19 @@ def forward_op(
 
 @forward_op.register_fake
 def _(query, key, value, *rest):
-    batch, tokens, heads, _ = query.shape
+    shape = query.shape if key is not None else (*query.shape[:2], *query.shape[3:])
+    batch, tokens, heads, _ = shape
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     row = _implementation(rest[-1]).lse_row(tokens)
-    return query.new_empty(query.shape), query.new_empty((batch, heads, row), dtype=kind)
+    return query.new_empty(shape), query.new_empty((batch, heads, row), dtype=kind)
 
 
 @torch.library.custom_op("longspan::window_attention_backward", mutates_args=())
 def backward_op(
     grad: Tensor,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     out: Tensor,
     lse: Tensor,
     start: Tensor | None,
@@ -97,15 +105,21 @@ def backward_op(
     global_rows: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values; the latter two are empty if the first are all three."""
     pattern = Pattern(left, right, tuple(dilation), scale, dropout_p, global_rows)
     seen = Visibility(start, stop, holes, rank, places)
-    module = _implementation(backend)
-    return module.backward(grad, query, key, value, out, lse, seen, pattern, seed)
+    tensors = _apart(query, key, value)
+    backward = _implementation(backend).backward
+    grads = backward(grad, *tensors, out, lse, seen, pattern, seed, stacked=key is None)
+    return grads if key is not None else (grads[0], query.new_empty(0), query.new_empty(0))
 
 
 @backward_op.register_fake
 def _(grad, query, key, value, *rest):
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    first = query.new_empty(query.shape)
+    if key is None:
+        return first, query.new_empty(0), query.new_empty(0)
+    return first, key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx, inputs, output):
@@ -120,6 +134,8 @@ def _backward(ctx, grad, _grad_lse):
         return (None,) * 18
     at, *saved = ctx.saved_tensors
     grads = backward_op(grad, *saved, *ctx.numbers)
+    if saved[1] is None:
+        grads = (grads[0], None, None)
     return (*grads, *(None,) * 6, _grad_rows(grad, at), *(None,) * 8)
 
 
@@ -141,16 +157,18 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse, seed, at, *seen = ctx.saved_tensors
         pattern, backend = ctx.rest
-        grads = _implementation(backend).backward(
-            grad, query, key, value, out, lse, Visibility(*seen), pattern, seed
-        )
+        about = (Visibility(*seen), pattern, seed)
+        tensors, stacked = _apart(query, key, value), key is None
+        backward = _implementation(backend).backward
+        grads = backward(grad, *tensors, out, lse, *about, stacked=stacked)
+        grads = (*grads, None, None) if stacked else grads
         return (*grads, None, None, None, _grad_rows(grad, at), None, None)
 
 
 def attend(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     seen: Visibility,
     pattern: Pattern,
     seed: Tensor | None,

@@ -381,8 +381,10 @@ def backward(
     seen: Visibility,
     pattern: Pattern,
     seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each shaped like its tensor."""
+    stacked: bool = False,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, or of the one tensor [batch, tokens, 3, heads, head_dim]
+    that they are taken from."""
     dtype = query.dtype
     grad, query, key, value, out = _working(grad, query, key, value, out)
     grad_query, grad_key, grad_value = (
@@ -398,4 +400,5 @@ def backward(
         piece.queries.add(grad_query[row, :, lane.queries], dq)
         piece.keys.add(grad_key[row, :, lane.keys], dk)
         piece.keys.add(grad_value[row, :, lane.keys], dv)
-    return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
+    grads = tuple(grad.to(dtype) for grad in (grad_query, grad_key, grad_value))
+    return (torch.stack(grads, dim=2),) if stacked else grads

@@ -2,7 +2,7 @@
 
 Every backend drops exactly the same entries for the same seed, the backward pass recomputes the
 mask instead of storing n x w bits, and a test can compare a fused kernel with the oracle.
-The mixing function is the 32-bit finaliser "lowbias32"; `triton.py` holds the same few lines.
+The mixing function is the 32-bit finaliser "lowbias32"; `kernels.py` holds the same few lines.
 """
 
 import torch

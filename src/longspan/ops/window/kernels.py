@@ -337,7 +337,7 @@ def forward(
 def backward_query(
     Q, K, V, OUT, GRAD, LSE, DELTA, DQ, START, STOP, HOLES, RANK, PLACES, SEED, K_TILES, V_TILES,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    g_batch, g_token, g_head,
+    g_batch, g_token, g_head, d_token,
     n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
@@ -434,14 +434,15 @@ def backward_query(
             p = tl.where(ok, tl.exp2(x * scale - lse[:, None]), 0.0)
             dq = query_step(p, g, k, v, delta, dq, row, j, drop, boost, DROPOUT, PRECISION)
 
-    store_rows(DQ + dense, i, heads * HEAD_DIM, here, dq * factor, HEAD_DIM, D)
+    DQ += batch * n * d_token + head * HEAD_DIM
+    store_rows(DQ, i, d_token, here, dq * factor, HEAD_DIM, D)
 
 
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def backward_key(
     Q, K, V, GRAD, LSE, DELTA, DK, DV, START, STOP, HOLES, RANK, PLACES, SEED, Q_TILES, GRAD_TILES,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    g_batch, g_token, g_head,
+    g_batch, g_token, g_head, d_token,
     n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
@@ -537,6 +538,6 @@ def backward_key(
                 p, q, g, v, delta, dk, dv, SEED, stream, i, j, drop, boost, DROPOUT, PRECISION
             )
 
-    dense = batch * n * heads * HEAD_DIM + head * HEAD_DIM
-    store_rows(DK + dense, j, heads * HEAD_DIM, here, dk * factor, HEAD_DIM, D)
-    store_rows(DV + dense, j, heads * HEAD_DIM, here, dv, HEAD_DIM, D)
+    to = batch * n * d_token + head * HEAD_DIM
+    store_rows(DK + to, j, d_token, here, dk * factor, HEAD_DIM, D)
+    store_rows(DV + to, j, d_token, here, dv, HEAD_DIM, D)

@@ -154,7 +154,7 @@ def global_forward_merge(
 def global_backward(
     Q, K, V, GRAD, LSE, DELTA, DQ, DK, DV, PART, START, STOP, RANK, PLACES, SEED,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    g_batch, g_token, g_head,
+    g_batch, g_token, g_head, d_token,
     n, lse_row, heads, splits, group, scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BOUNDED: tl.constexpr, CAUSAL: tl.constexpr,
@@ -171,7 +171,7 @@ def global_backward(
     GRAD += batch * g_batch + head * g_head
     LSE += stream * lse_row
     DELTA += stream * lse_row
-    dense = batch * n * heads * HEAD_DIM + head * HEAD_DIM
+    to = batch * n * d_token + head * HEAD_DIM
     PART += stream * 3 * splits * BM * D
     count, tiles, parts = share(RANK, batch, n, splits, BM)
     for item in range(tl.program_id(0), tiles * parts, tl.num_programs(0)):
@@ -207,8 +207,8 @@ def global_backward(
                 p, q, g, own_v, delta_i, dk, dv, SEED, stream, i, t, drop, boost, DROPOUT, PRECISION
             )
         if parts == 1:
-            store_rows(DK + dense, t, heads * HEAD_DIM, live, dk * factor, HEAD_DIM, D)
-            store_rows(DV + dense, t, heads * HEAD_DIM, live, dv, HEAD_DIM, D)
+            store_rows(DK + to, t, d_token, live, dk * factor, HEAD_DIM, D)
+            store_rows(DV + to, t, d_token, live, dv, HEAD_DIM, D)
         else:
             where = slot * parts + part
             store_rows(PART, where, D, live, dk * factor, D, D)
@@ -242,7 +242,7 @@ def global_backward(
                 p = tl.where(ok, tl.exp2(x * scale - lse[:, None]), 0.0)
                 dq = query_step(p, own_g, k, v, delta, dq, row, j, drop, boost, DROPOUT, PRECISION)
             if parts == 1:
-                store_rows(DQ + dense, t, heads * HEAD_DIM, live, dq * factor, HEAD_DIM, D)
+                store_rows(DQ + to, t, d_token, live, dq * factor, HEAD_DIM, D)
             else:
                 where = slot * parts + part
                 store_rows(PART + 2 * splits * BM * D, where, D, live, dq * factor, D, D)
@@ -250,14 +250,14 @@ def global_backward(
 
 @triton.jit(do_not_specialize=["n", "heads", "splits"])
 def global_backward_merge(
-    DQ, DK, DV, PART, RANK, PLACES, n, heads, splits,
+    DQ, DK, DV, PART, RANK, PLACES, d_token, n, heads, splits,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add up the pieces of each global token's gradients."""
     stream = tl.program_id(1).to(tl.int64)
     batch = stream // heads
-    dense = batch * n * heads * HEAD_DIM + (stream % heads) * HEAD_DIM
+    to = batch * n * d_token + (stream % heads) * HEAD_DIM
     PART += stream * 3 * splits * BM * D
     count, _, parts = share(RANK, batch, n, splits, BM)
     if parts > 1:
@@ -266,7 +266,7 @@ def global_backward_merge(
         ok = column < HEAD_DIM
         for slot in range(tl.program_id(0), count, tl.num_programs(0)):
             i = tl.load(PLACES + batch * n + slot).to(tl.int64)
-            pointer = dense + i * heads * HEAD_DIM + column
+            pointer = to + i * d_token + column
             where = slot * parts + part
             live = part < parts
             dk = tl.sum(load_rows(PART, where, D, live, D, D), 0)

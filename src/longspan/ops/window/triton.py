@@ -114,10 +114,11 @@ def forward(
             BM=tile.own, BN=tile.stream,
             **tile.launch(), **options,
         )  # fmt: skip
-        row_kernels.global_forward_merge[(_mergers(query), batch * heads)](
-            out, lse, work, work_lse, rank, places, n, lse.shape[2], heads, splits,
-            HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
-        )  # fmt: skip
+        if splits > 1:
+            row_kernels.global_forward_merge[(_mergers(query), batch * heads)](
+                out, lse, work, work_lse, rank, places, n, lse.shape[2], heads, splits,
+                HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
+            )  # fmt: skip
     return out, lse
 
 
@@ -131,17 +132,24 @@ def backward(
     seen: Visibility,
     pattern: Pattern,
     seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    stacked: bool = False,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, or of the one tensor [batch, tokens, 3, heads, head_dim]
+    that they are taken from."""
     grad, query, key, value = (_rows_dense(t) for t in (grad, query, key, value))
     batch, n, heads, head_dim = query.shape
     group = heads // key.shape[2]
     delta = torch.empty_like(lse)
-    dq = query.new_empty(query.shape)
-    # With grouped heads each query head writes its own share, added up at the end.
-    share = torch.float32 if group > 1 else key.dtype
-    dk = key.new_empty(query.shape, dtype=share)
-    dv = key.new_empty(query.shape, dtype=share)
-    inputs = (*_strides(query), *_strides(key), *_strides(value), *_strides(grad))
+    if stacked:
+        whole = query.new_empty((batch, n, 3, heads, head_dim))
+        dq, dk, dv = whole.unbind(2)
+    else:
+        dq = query.new_empty(query.shape)
+        # With grouped heads each query head writes its own share, added up at the end.
+        share = torch.float32 if group > 1 else key.dtype
+        dk = key.new_empty(query.shape, dtype=share)
+        dv = key.new_empty(query.shape, dtype=share)
+    inputs = (*_strides(query), *_strides(key), *_strides(value), *_strides(grad), dq.stride(1))
     masks = _pointers(seen, out)
     seed = out if seed is None else seed
     options = _options(query, seen, pattern)
@@ -185,11 +193,14 @@ def backward(
             BM=tile.own, BN=tile.stream, ROWS=pattern.global_rows,
             **tile.launch(), **options,
         )  # fmt: skip
-        row_kernels.global_backward_merge[(_mergers(query), batch * heads)](
-            dq, dk, dv, work, rank, places, n, heads, splits,
-            HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
-            ROWS=pattern.global_rows,
-        )  # fmt: skip
+        if splits > 1:
+            row_kernels.global_backward_merge[(_mergers(query), batch * heads)](
+                dq, dk, dv, work, rank, places, dq.stride(1), n, heads, splits,
+                HEAD_DIM=head_dim, D=options["D"], BM=tile.own, MOST=MOST_SPLITS,
+                ROWS=pattern.global_rows,
+            )  # fmt: skip
+    if stacked:
+        return (whole,)
     if group > 1:
         dk, dv = (t.unflatten(2, (-1, group)).sum(3).to(key.dtype) for t in (dk, dv))
     return dq, dk, dv
@@ -322,7 +333,7 @@ def _blocks(n: int, step: int, block: int) -> int:
 def _splits(query: Tensor, tile: Tile) -> int:
     """Pieces to cut the sequence into so that a few global rows occupy the whole GPU."""
     batch, n, heads, _ = query.shape
-    wanted = _cdiv(4 * _processors(query.device), batch * heads)
+    wanted = _cdiv(4 * processors(query.device), batch * heads)
     longest = _cdiv(n, 4 * tile.stream)
     return max(1, min(wanted, longest, MOST_SPLITS))
 
@@ -343,7 +354,7 @@ def _fitted_tile(
     """The measured best cut, shrunk until it fits the GPU's shared memory."""
     tile = _best_tile(kernel, head_dim, dtype, bulk)
     row = _padded_dim(head_dim) * dtype.itemsize
-    limit = _shared_memory(device)
+    limit = shared_memory(device)
     while 2 * row * (tile.own + tile.stages * tile.stream) > limit:
         if tile.stages > 1:
             tile = tile._replace(stages=tile.stages - 1)
@@ -377,14 +388,14 @@ def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype, bulk: bool) -> Ti
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes one program may use, less what Triton keeps for itself."""
     if device.type != "cuda":
         return 200_000

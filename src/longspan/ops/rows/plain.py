@@ -1,0 +1,110 @@
+"""The rows of global tokens by PyTorch's own operations: any device, any dtype, the oracle."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from longspan.ops.window import dropout
+from longspan.ops.window.pattern import Visibility
+
+
+def attend(
+    query: Tensor,
+    hidden: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    value_bias: Tensor | None,
+    *,
+    positions: Tensor,
+    seen: Visibility,
+    causal: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    scale: float,
+    late: bool,
+) -> Tensor:
+    """`global_attention` with nothing left out."""
+    batch, rows, heads, head_dim = query.shape
+    tokens, dim = hidden.shape[1:]
+    weights, blank = global_weights(
+        query, hidden, key_weight, positions=positions, seen=seen, causal=causal, scale=scale,
+        late=late,
+    )  # fmt: skip
+    if seed is not None:
+        weights = torch.where(_kept(seed, weights, positions, dropout_p), weights, 0.0)
+        weights = weights / (1.0 - dropout_p)
+    weights = weights.to(query.dtype)
+    value_weight = value_weight.to(query.dtype).view(heads, head_dim, dim)
+    if late:
+        pooled = torch.matmul(weights.flatten(1, 2), hidden).view(batch, rows, heads, dim)
+        out = torch.einsum("bghD,hdD->bghd", pooled, value_weight)
+    else:
+        values = linear(hidden, value_weight.flatten(0, 1)).view(batch, tokens, heads, head_dim)
+        out = torch.einsum("bghn,bnhd->bghd", weights, values)
+    if value_bias is not None:
+        bias = value_bias.to(query.dtype).view(heads, head_dim)
+        # Weights add up to one, but for what dropout does to them.
+        out = out + (bias if seed is None else bias * weights.sum(dim=-1, keepdim=True))
+    return out.masked_fill(blank[..., None, None], 0.0)
+
+
+def global_weights(
+    query: Tensor,
+    hidden: Tensor,
+    key_weight: Tensor,
+    *,
+    positions: Tensor,
+    seen: Visibility,
+    causal: bool,
+    scale: float,
+    late: bool,
+) -> tuple[Tensor, Tensor]:
+    """The softmax in `global_attention`: weights [batch, g, heads, tokens] in at least float32,
+    and which rows see nothing [batch, g] (their weights mean nothing)."""
+    batch, rows, heads, head_dim = query.shape
+    tokens, dim = hidden.shape[1:]
+    key_weight = key_weight.to(query.dtype)
+    if late:
+        folded = torch.einsum("bghd,hdD->bghD", query, key_weight.view(heads, head_dim, dim))
+        scores = torch.matmul(folded.flatten(1, 2), hidden.transpose(1, 2))
+        scores = scores.view(batch, rows, heads, tokens)
+    else:
+        keys = linear(hidden, key_weight).view(batch, tokens, heads, head_dim)
+        scores = torch.einsum("bghd,bnhd->bghn", query, keys)
+    # In the same kernel as the softmax, if compiled; on the queries it would be one of its own.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    bias, blank = _visible(positions, tokens, seen, causal)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)[:, :, None, :]
+    return torch.softmax(scores, dim=-1), blank
+
+
+def _kept(seed: Tensor, weights: Tensor, positions: Tensor, dropout_p: float) -> Tensor:
+    """Which weights dropout leaves, bool [batch, g, heads, tokens]."""
+    batch, _, heads, tokens = weights.shape
+    stream = torch.arange(batch * heads, device=weights.device).view(batch, 1, heads, 1)
+    key = torch.arange(tokens, device=weights.device)
+    return dropout.kept(seed, stream, positions.long()[..., None, None], key, dropout_p)
+
+
+def _visible(
+    positions: Tensor, tokens: int, seen: Visibility, causal: bool
+) -> tuple[Tensor | None, Tensor]:
+    """What to add to the scores [batch, g, tokens], 0 or -inf, and which rows see nothing
+    [batch, g]. The latter see everything instead, so that no softmax is NaN, and are blanked."""
+    blank = positions < 0
+    if not causal and seen.stop is None:
+        return None, blank
+    key = torch.arange(tokens, device=positions.device)
+    at = positions.clamp(min=0).long()
+    mask = (~blank)[..., None].expand(-1, -1, tokens)
+    if causal:
+        mask = mask & (key <= positions[..., None])
+    if seen.start is not None and seen.stop is not None:
+        mask = mask & (key >= seen.start.gather(1, at)[..., None])
+        mask = mask & (key < seen.stop.gather(1, at)[..., None]) & (seen.stop > 0)[:, None, :]
+    blank = ~mask.any(dim=-1)
+    bias = torch.zeros((), device=positions.device).masked_fill(
+        ~(mask | blank[..., None]), -torch.inf
+    )
+    return bias, blank
