@@ -289,6 +289,28 @@ def test_choosing_and_reasoning(tmp_path: Path) -> None:
     assert {one["title"] for one in json.loads(made[0])["evidence"]}
 
 
+def test_pretraining_a_checkpoint_without_a_head(tmp_path: Path) -> None:
+    """A head first, then the whole; then the run is a start like any other, and fills masks."""
+    from tasks.finetuned import documents
+    from tasks.tiny import tiny_checkpoint
+
+    data = documents(tmp_path / "documents.jsonl")
+    source = str(tiny_checkpoint(tmp_path / "source"))
+    toy = ("--data", str(data), "--shrink", "--set", "model.length=48")
+    first, then = str(tmp_path / "head"), str(tmp_path / "run")
+    command = ("train", "mlm", *toy, "--output", then, "--model")
+    assert "has no head that scores words: `longspan train mlm-head`" in invoke(
+        *command, source, code=2
+    )
+    assert not Path(then).exists()
+    invoke("train", "mlm-head", *toy, "--model", source, "--output", first)
+    output = plain(invoke(*command, first))
+    assert "reach beyond a row and go on in the next" in output
+    assert "valid (step-00000002): bits_per_character" in output
+    (tmp_path / "new.csv").write_text("text\nthe a [MASK] was\n")
+    assert "1 rows in" in plain(invoke("predict", then, str(tmp_path / "new.csv")))
+
+
 def plain(output: str) -> str:
     return " ".join(output.replace("│", " ").split())
 

@@ -61,7 +61,7 @@ def finetune(
     recipe = FINETUNING[name]()
     if small:
         toy = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5, "precision": "no"}
-        recipe = change(recipe, toy)
+        recipe = change(recipe, toy | ({"updates": 2} if recipe.updates else {}))
     chosen = {key: value for key, value in asked.items() if value is not None}
     recipe = change(recipe, chosen | settings)
     if seeds > 1:

@@ -158,6 +158,13 @@ def test_optional_packages_are_asked_for(module, source, tmp_path, monkeypatch):
         list(read_rows(source))
 
 
+def test_a_text_file_is_one_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("Once upon\n\na time.\n")
+    (row,) = read_rows(path)
+    assert (row.where, row.text("text")) == (str(path), "Once upon\n\na time.\n")
+
+
 def test_a_file_is_read_as_it_is_needed(tmp_path):
     """The mistake in the last line is found only when somebody gets there."""
     path = tmp_path / "a.jsonl"

@@ -105,19 +105,33 @@ def hopping(path: Path, count: int = 30) -> Path:
     return path
 
 
+def documents(path: Path, count: int = 40, words: int = 30) -> Path:
+    """JSON lines: texts of up to twice so many words, which always follow in the same order."""
+    random = np.random.default_rng(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            first, more = random.integers((len(FILLER), 2 * words))
+            made = [FILLER[(first + place) % len(FILLER)] for place in range(more + 1)]
+            file.write(json.dumps({"text": " ".join(made)}) + "\n")
+    return path
+
+
 _DATA = {
     "classify": (labelled, "animals.csv", {"text": "body", "label": "animal"}),
     "spans": (asked, "asked.jsonl", {}),
     "choice": (offered, "offered.jsonl", {"answers": "answer"}),
     "coref": (told, "told.jsonl", {}),
+    "mlm": (documents, "documents.jsonl", {}),
     "multihop": (hopping, "hopping.jsonl", {"answers": "answer"}),
 }
 
 
 def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
     """A recipe at toy size, from a tiny checkpoint; names may have __ for a dot."""
-    source = tiny_checkpoint(folder / "source")
-    write, file, columns = _DATA[name]
+    task = FINETUNING[name]().task
+    masked = task == "mlm"
+    source = tiny_checkpoint(folder / "source", masked=masked)
+    write, file, columns = _DATA[task]
     data = write(folder / file)
     settings = {
         "model.source": str(source),
@@ -133,6 +147,9 @@ def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
         "packed": True,
         "precision": "no",
     }
+    if masked:
+        settings |= {"updates": 4, "warmup": 0.0, "evaluation.every": 0, "evaluation.limit": 0}
+        settings |= {"model.length": 32, "model.window": 8, "save_every": 0}
     made = {key.replace("__", "."): value for key, value in changes.items()}
     return change(FINETUNING[name](), settings | made)
 

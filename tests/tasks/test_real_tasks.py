@@ -181,3 +181,21 @@ def test_a_real_checkpoint_learns_to_choose(tmp_path):
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "split" not in line]
     assert losses[-1] < 0.2 < 1.2 < losses[0]
+
+
+def test_novels_are_packed_and_hidden():
+    """Whole novels in rows of 512: what is shown, with what was hidden put back, is their text."""
+    novels = data("books-valid.jsonl.xz")
+    settings = {"model.source": str(granite()), "data.train": novels, "data.limit": 1}
+    task = make_task(change(FINETUNING["mlm-head"](), settings))
+    (document,) = task.documents.train
+    assert 3.0 < document.characters / len(document.ids) < 5.0
+    batch, _ = task.batch(0, 0, range(2))
+    ids = batch["input_ids"][0].numpy().copy()
+    assert len(ids) == 2 * 512
+    hidden = batch["targets"].numpy() >= 0
+    ids[batch["places"].numpy()[hidden]] = batch["targets"].numpy()[hidden]
+    whole = task.tokenizer.decode(document.ids)
+    for row in np.split(ids, 2):
+        assert task.tokenizer.decode(row[row > 2]) in whole
+    assert hidden.sum() >= 2 * 70

@@ -1,5 +1,5 @@
-"""Rows of a table, one at a time: CSV, TSV, JSON lines or arrays, Parquet, SQuAD's JSON, CoNLL-2012
-(a row for each document), or a hub data set.
+"""Rows of a table, one at a time: CSV, TSV, JSON lines or arrays, text, Parquet, SQuAD's JSON,
+CoNLL-2012 (a row for each document), or a hub data set.
 
 Nothing is read ahead, so a file may be larger than memory. Every row knows where it came from, and
 whoever finds fault with it can say so.
@@ -19,7 +19,7 @@ from longspan.data.conll import read_conll
 HUB = "hub:"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
 _ENDINGS = (
-    ".csv, .tsv, .jsonl, .conll, .json (an array, or SQuAD's; each also .xz or .gz), .parquet"
+    ".csv, .tsv, .jsonl, .txt, .conll, .json (an array, or SQuAD's; each also .xz or .gz), .parquet"
 )
 _AT_ONCE = 2**20  # characters of a JSON array
 
@@ -65,6 +65,7 @@ def read_rows(source: str | Path) -> Iterator[Row]:
         ".tsv": lambda: _delimited(path, "\t"),
         ".jsonl": lambda: _json_lines(path),
         ".conll": lambda: _conll(path),
+        ".txt": lambda: _whole(path),
         ".parquet": lambda: _parquet(path),
         ".json": lambda: _json(path),
     }
@@ -135,6 +136,11 @@ def _conll(path: Path) -> Iterator[Row]:
     except ValueError as error:
         where = str(error)
         raise ValueError(where if where.startswith(str(path)) else f"{path}, {where}") from None
+
+
+def _whole(path: Path) -> Iterator[Row]:
+    """One row: a text file is one document."""
+    yield Row(str(path), {"text": "".join(_lines(path))})
 
 
 def _parquet(path: Path) -> Iterator[Row]:

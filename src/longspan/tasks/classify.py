@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
-from longspan.tasks.base import ExampleTask, check_recipe
-from longspan.tasks.documents import collate, make_template, pieces, reach, tokenize
+from longspan.tasks.base import DocumentReader, ExampleTask, check_recipe
+from longspan.tasks.documents import collate, pieces, reach, tokenize
 from longspan.tasks.measures import label_measures
 from longspan.tasks.start import build_model, load_tokenizer
 from longspan.train.finetuning import Finetuning, planned
@@ -38,21 +38,8 @@ class Document(NamedTuple):
     target: np.ndarray  # [labels] of 0 and 1
 
 
-class Classifier:
+class Classifier(DocumentReader):
     """Texts to scores by label: what prediction needs, and training builds on."""
-
-    needs = ("text",)
-
-    def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
-        self.template = make_template(tokenizer, pair=False)
-        self.room = recipe.model.length - self.template.size
-        if self.room < 1:
-            raise ValueError(f"model.length={recipe.model.length} leaves no room for a document")
-
-    def unfold(self, row: Row) -> Iterator[Row]:
-        """A row is one document."""
-        yield row
 
     def collate(self, documents: Sequence[np.ndarray]) -> dict[str, Tensor]:
         recipe = self.recipe

@@ -4,7 +4,7 @@ What is longer than the model is never cut silently: a policy says what happens 
 `Reach` says to how many documents it did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -86,19 +86,32 @@ def make_template(tokenizer: Any, pair: bool) -> Template:
 
 def tokenize(tokenizer: Any, texts: Sequence[str]) -> list[Tokens]:
     found = []
-    for first in range(0, len(texts), _AT_ONCE):
-        encoded = tokenizer(
-            list(texts[first : first + _AT_ONCE]),
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+    for encoded in _encode(tokenizer, texts, offsets=True):
         for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             pairs = np.array(offsets, dtype=np.int32).reshape(-1, 2)
             found.append(Tokens(np.array(ids, dtype=np.int32), pairs))
     return found
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids alone, which for much text is a good deal faster."""
+    return [
+        np.array(ids, dtype=np.int32)
+        for encoded in _encode(tokenizer, texts, offsets=False)
+        for ids in encoded["input_ids"]
+    ]
+
+
+def _encode(tokenizer: Any, texts: Sequence[str], *, offsets: bool) -> Iterator[Any]:
+    for first in range(0, len(texts), _AT_ONCE):
+        yield tokenizer(
+            list(texts[first : first + _AT_ONCE]),
+            add_special_tokens=False,
+            return_offsets_mapping=offsets,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
 
 
 def reach(lengths: Sequence[int], room: int) -> Reach:

@@ -12,6 +12,7 @@ from torch import autocast, bfloat16
 
 from longspan.models import (
     LongspanForCoreference,
+    LongspanForMaskedLM,
     LongspanForMultihop,
     LongspanForQuestionAnswering,
     LongspanForSequenceClassification,
@@ -20,6 +21,7 @@ from longspan.models import (
 from longspan.tasks.choice import Choice, Chooser
 from longspan.tasks.classify import Classifier, Classify
 from longspan.tasks.coref import Coref, Resolver
+from longspan.tasks.mlm import Filler, MaskedLM
 from longspan.tasks.multihop import Multihop, Reasoner
 from longspan.tasks.spans import Finder, Spans
 from longspan.train import checkpoint
@@ -33,6 +35,7 @@ TASKS: dict[str, tuple[Any, Any, Any]] = {
     "coref": (Coref, Resolver, LongspanForCoreference),
     "choice": (Choice, Chooser, LongspanForTokenClassification),
     "multihop": (Multihop, Reasoner, LongspanForMultihop),
+    "mlm": (MaskedLM, Filler, LongspanForMaskedLM),
 }
 # The folder of a run's earlier stage, if it has one.
 FIRST_STAGE = "chooser"
