@@ -34,7 +34,6 @@ public:
             long tiles = ceil_div(ceil_div(call.tokens, head.step), T);
             reach = most(reach, least(tiles, ceil_div(head.left, T) + ceil_div(head.right, T)));
             longest = most(longest, tiles);
-            lanes = most(lanes, head.step);
         }
         global_tiles = ceil_div(most_globals, T);
     }
@@ -42,8 +41,10 @@ public:
     bool forward() {
         long total = call.batch * call.heads * longest;
         chunk = most(1, least(16, total / 64));
-        bool done = run(chunks(), [&](Arena& room, long head, long piece) {
-            band_forward(room, Head(call, head), piece);
+        bool done = run(chunks(0, 1), [&](Arena& room, long index, long piece) {
+            Head head(call, index);
+            long count = lane_chunks(head, 0, 1);
+            band_forward(room, head, piece / count, piece % count);
         });
         if (call.global_rows && most_globals)
             done = done && run(global_tiles, [&](Arena& room, long head, long piece) {
@@ -59,12 +60,13 @@ public:
             measure(Head(call, head), piece * T, least(T, call.tokens - piece * T));
         });
         // Chunks of one colour reach no key in common.
-        long colours = ceil_div(chunk + reach, chunk), count = ceil_div(longest, chunk);
-        for (long colour = 0; done && colour < least(colours, count); colour++) {
-            long these = ceil_div(count - colour, colours);
-            done = run(lanes * these, [&](Arena& room, long head, long piece) {
-                band_backward(room, Head(call, head), piece / these,
-                              colour + piece % these * colours);
+        long colours = ceil_div(chunk + reach, chunk);
+        for (long colour = 0; done && colour < colours; colour++) {
+            done = run(chunks(colour, colours), [&](Arena& room, long index, long piece) {
+                Head head(call, index);
+                long count = lane_chunks(head, colour, colours);
+                if (count)
+                    band_backward(room, head, piece / count, colour + piece % count * colours);
             });
         }
         if (!done || !most_globals) return done;
@@ -82,15 +84,29 @@ private:
     const Call& call;
     long dim, width, depth;  // head_dim, padded, and in units along a sum
     float sharp;             // turns scores into exponents of 2
-    long most_globals = 0, global_tiles = 0, reach = 0, longest = 0, lanes = 1, chunk = 1;
+    long most_globals = 0, global_tiles = 0, reach = 0, longest = 0, chunk = 1;
 
-    long chunks() const { return lanes * ceil_div(longest, chunk); }
+    // Chunks of a head's lane, every colours-th; and how many all lanes of a head have at most.
+    long lane_chunks(const Head& head, long colour, long colours) const {
+        long count = ceil_div(ceil_div(call.tokens, head.step), chunk * T);
+        return most(ceil_div(count - colour, colours), 0);
+    }
+
+    long chunks(long colour, long colours) const {
+        long pieces = 0;
+        for (long h = 0; h < call.heads; h++) {
+            Head head(call, h);
+            pieces = most(pieces, head.step * lane_chunks(head, colour, colours));
+        }
+        return pieces;
+    }
 
     // `task(arena, head, piece)` for every head of the batch and every piece, on all threads.
     template <class F>
     bool run(long pieces, F task) {
         bool done = true;
         long total = call.batch * call.heads * pieces;
+        if (total == 0) return done;
 #pragma omp parallel num_threads(int(least(call.threads, total)))
         {
             Arena room(room_needed());
@@ -181,7 +197,7 @@ private:
         }
     }
 
-    // The global keys that queries [first, last] may see, as a range of the row's list.
+    // The global keys that some of the queries may see, as a range of the row's list.
     void global_range(const Head& head, const Rows& rows, long& begin, long& end) const {
         long low = call.tokens, high = 0;
         for (long i = 0; i < rows.count; i++)
@@ -295,9 +311,8 @@ private:
         }
     }
 
-    void band_forward(Arena& room, const Head& head, long piece) const {
-        long pieces = ceil_div(longest, chunk), first = piece / pieces;
-        long begin = piece % pieces * chunk * T;
+    void band_forward(Arena& room, const Head& head, long first, long which) const {
+        long begin = which * chunk * T;
         long length = first < head.step ? ceil_div(call.tokens - first, head.step) : 0;
         long end = least(begin + chunk * T, length);
         if (begin >= end) return;
