@@ -48,6 +48,14 @@ def test_every_instruction_set(target, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_few_heads_at_a_time(dtype, monkeypatch):
+    """As the backward pass takes them in half precision where there are many tokens."""
+    monkeypatch.setattr(native, "_SLICE", 500)
+    assert len(native._slices(2, 330 * 2)) == 2
+    assert_within_budget(BUSY, "native", dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [3, 64, 80, 256, 300])
 def test_head_sizes(dim, dtype):
     case = Case(1, 200, 2, 1, dim, (64, 64), (1, 1), global_share=0.02)

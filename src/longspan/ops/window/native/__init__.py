@@ -21,6 +21,7 @@ __all__ = ["DTYPES", "backward", "forward", "lse_row", "put_rows", "targets", "u
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AGAIN = "run `python -m longspan.ops.window.native.build`"
+_SLICE = 1 << 15  # tokens x heads that the backward pass takes at a time in half precision
 _LONGEST = 1 << 31  # positions are 32-bit numbers in the kernels
 
 
@@ -131,27 +132,70 @@ def backward(
     that they are taken from."""
     grad, query, key, value, out = (_rows_dense(t) for t in (grad, query, key, value, out))
     batch, tokens, heads, head_dim = query.shape
-    group = heads // key.shape[2]
-    shape = (batch, tokens, 3, heads, head_dim)
-    whole = query.new_empty(shape) if stacked else None
-    dq = query.new_empty(query.shape) if whole is None else whole[:, :, 0]
-    # Keys collect their gradients in float32, one share for each query head.
-    if whole is not None and whole.dtype == torch.float32:
-        dk, dv = whole[:, :, 1].zero_(), whole[:, :, 2].zero_()
+    if stacked:
+        whole = query.new_empty((batch, tokens, 3, heads, head_dim))
+        grads = whole.unbind(2)
     else:
-        dk, dv = (query.new_zeros(query.shape, dtype=torch.float32) for _ in range(2))
-    tensors = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
-    tensors |= {"grad_query": dq, "grad_key": dk, "grad_value": dv}
-    numbers = {"lse": lse.contiguous(), "delta": torch.empty_like(lse)}
-    _run(tensors, numbers, seen, pattern, seed, backward=True)
-    if whole is not None:
-        if whole.dtype != torch.float32:
-            whole[:, :, 1] = dk
-            whole[:, :, 2] = dv
-        return (whole,)
-    if group > 1:
-        dk, dv = (t.unflatten(2, (-1, group)).sum(3) for t in (dk, dv))
-    return dq, dk.to(key.dtype), dv.to(key.dtype)
+        whole, grads = None, tuple(t.new_empty(t.shape) for t in (query, key, value))
+    given = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
+    given |= {"grad_query": grads[0], "grad_key": grads[1], "grad_value": grads[2]}
+    group = heads // key.shape[2]
+    if query.dtype == torch.float32 and group == 1:
+        grads[1].zero_()
+        grads[2].zero_()
+        numbers = {"lse": lse, "delta": torch.empty_like(lse)}
+        _run(given, numbers, seen, pattern, seed, backward=True)
+    else:
+        # Keys collect their gradients in float32, for each query head; so a few heads at a time.
+        for row in range(batch):
+            for first, last in _slices(key.shape[2], tokens * group):
+                _backward_slice(row, first, last, given, lse, seen, pattern, seed)
+    return grads if whole is None else (whole,)
+
+
+def _slices(key_heads: int, numbers: int) -> list[tuple[int, int]]:
+    """Runs of key heads: few, to save memory, but enough to occupy a machine. Not by the number
+    of threads, on which no bit of a result may depend."""
+    count = min(key_heads, max(1, key_heads * numbers // _SLICE))
+    cuts = [key_heads * i // count for i in range(count + 1)]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def _backward_slice(
+    row: int,
+    first: int,
+    last: int,
+    given: dict[str, Tensor],
+    lse: Tensor,
+    seen: Visibility,
+    pattern: Pattern,
+    seed: Tensor | None,
+) -> None:
+    heads, key_heads = given["query"].shape[2], given["key"].shape[2]
+    group = heads // key_heads
+    begin, end = first * group, last * group
+
+    def part(name: str) -> Tensor:
+        few = slice(first, last) if name in ("key", "value") else slice(begin, end)
+        return given[name][row : row + 1, :, few]
+
+    names = ("query", "key", "value", "out", "grad", "grad_query")
+    tensors = {name: part(name) for name in names}
+    share = {
+        name: tensors["query"].new_zeros(tensors["query"].shape, dtype=torch.float32)
+        for name in ("grad_key", "grad_value")
+    }
+    numbers = {"lse": lse[row : row + 1, begin:end]}
+    numbers["delta"] = torch.empty_like(numbers["lse"])
+    # Dropout numbers its streams through all heads of the batch.
+    seed = None if seed is None else seed + row * heads + begin
+    alone = Visibility(*(None if field is None else field[row : row + 1] for field in seen))
+    few = pattern._replace(dilation=pattern.dilation[begin:end])
+    _run({**tensors, **share}, numbers, alone, few, seed, backward=True)
+    for name, numbers_of in share.items():
+        if group > 1:
+            numbers_of = numbers_of.unflatten(2, (-1, group)).sum(3)
+        given[name][row, :, first:last] = numbers_of[0]
 
 
 def _run(
