@@ -8,6 +8,7 @@ import ctypes
 import os
 from ctypes import c_double, c_int64, c_void_p
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -158,7 +159,7 @@ def _slices(key_heads: int, numbers: int) -> list[tuple[int, int]]:
     of threads, on which no bit of a result may depend."""
     count = min(key_heads, max(1, key_heads * numbers // _SLICE))
     cuts = [key_heads * i // count for i in range(count + 1)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(pairwise(cuts))
 
 
 def _backward_slice(
