@@ -157,7 +157,7 @@ def backward(
 def _slices(key_heads: int, numbers: int) -> list[tuple[int, int]]:
     """Runs of key heads: few, to save memory, but enough to occupy a machine. Not by the number
     of threads, on which no bit of a result may depend."""
-    count = min(key_heads, max(1, key_heads * numbers // _SLICE))
+    count = min(key_heads, -(-key_heads * numbers // _SLICE))
     cuts = [key_heads * i // count for i in range(count + 1)]
     return list(pairwise(cuts))
 
