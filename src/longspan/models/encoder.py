@@ -199,6 +199,9 @@ class LongspanModel(LongspanPreTrainedModel):
             )
             for layer, setting in enumerate(config.attention)
         )
+        attention = [block.attention for block in cast("list[Block]", self.layers)]
+        for layer, one in enumerate(attention):
+            one.share(attention[:layer])
         self.norm = None
         if config.norm_first:
             self.norm = nn.LayerNorm(
