@@ -19,6 +19,14 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "reduction": "convolution",
         "sharing": "none",
     },
+    "performer": {"kind": "performer", "features": 20},
+    "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu"},
+    "performer-elu": {"kind": "performer", "kernel": "elu"},
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    "performer": {"kind": "performer", "features": 20},
+    "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu", "position": "none"},
+    "performer-elu": {"kind": "performer", "kernel": "elu"},
 }
 
 

@@ -6,7 +6,15 @@ import torch
 import longspan
 from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
 from longspan.ops import visibility
-from tests.layers.family import DIM, ENCODERS, HEADS, encoder_layer, states
+from tests.layers.family import (
+    DECODERS,
+    DIM,
+    ENCODERS,
+    HEADS,
+    causal_layer,
+    encoder_layer,
+    states,
+)
 
 exactly = {"rtol": 0, "atol": 1e-10}
 every_encoder = pytest.mark.parametrize("kind", ENCODERS)
@@ -117,8 +125,97 @@ def test_a_model_of_it_learns_and_is_saved(kind, tmp_path):
     assert torch.equal(model(ids).logits, again(ids).logits)
 
 
+every_decoder = pytest.mark.parametrize("kind", DECODERS)
+
+
+@every_decoder
+@pytest.mark.parametrize("sizes", [1, 7, [30, 1, 9]])
+def test_a_text_in_pieces_is_the_text(kind, sizes):
+    made, hidden = causal_layer(DECODERS[kind]), states(2, 40)
+    state, first, out = None, 0, []
+    for piece in hidden.split(sizes, dim=1):
+        done = made(piece, first, state, keep_state=True)
+        state, first = done.state, first + piece.shape[1]
+        out.append(done.out)
+    torch.testing.assert_close(torch.cat(out, 1), made(hidden).out, **exactly)
+
+
+@every_decoder
+@torch.no_grad()
+@pytest.mark.parametrize("at", [0, 11, 39])
+def test_no_token_sees_the_future(kind, at):
+    made, hidden = causal_layer(DECODERS[kind]), states(1, 40)
+    other = hidden.clone()
+    other[:, at] += 1.0
+    change = (made(hidden).out - made(other).out).abs().amax(-1)[0]
+    assert float(change[:at].max() if at else 0.0) < 1e-12
+    assert float(change[at]) > 1e-6
+
+
+@every_decoder
+@pytest.mark.parametrize("tokens", [1, 2, 130, 257])
+def test_any_length_of_text(kind, tokens):
+    made, hidden = causal_layer(DECODERS[kind], torch.float32), states(1, tokens, torch.float32)
+    hidden.requires_grad_()
+    out = made(hidden).out
+    out.square().sum().backward()
+    assert out.shape == hidden.shape
+    assert out.isfinite().all()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+@every_decoder
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_stays_close_causally(kind, dtype):
+    made, hidden = causal_layer(DECODERS[kind]), states(2, 33)
+    wanted = made(hidden).out
+    found = made.to(dtype)(hidden.to(dtype)).out
+    assert found.dtype == dtype
+    far = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    assert float((found.double() - wanted).abs().max()) < far
+
+
+@every_decoder
+def test_causal_gradients(kind):
+    made, hidden = causal_layer(DECODERS[kind]), states(1, 9).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: made(x).out, (hidden,))
+
+
+@every_decoder
+def test_a_language_model_of_it_writes(kind, tmp_path):
+    """Token by token, from its state, what it would write reading everything anew."""
+    torch.manual_seed(0)
+    config = longspan.LongspanDecoderConfig(
+        vocab_size=30,
+        hidden_size=DIM,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=32,
+        attention=DECODERS[kind],
+    )
+    model = longspan.LongspanForCausalLM(config)
+    ids = torch.randint(0, 30, (2, 13))
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    written = model.eval().generate(ids, 9)
+    again = ids
+    for _ in range(9):
+        again = torch.cat((again, model(again).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(written, again)
+    model.save_pretrained(tmp_path)
+    loaded = longspan.LongspanForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded.generate(ids, 9), written)
+
+
 def test_every_kind_has_a_small_setting():
     assert {one["kind"] for one in ENCODERS.values()} == set(ATTENTION) - {"window"}
+    others = {"window", "full", "xl", "compressive"}
+    assert {one["kind"] for one in DECODERS.values()} == set(CAUSAL_ATTENTION) - others
 
 
 @pytest.mark.parametrize("kind", sorted(set(ATTENTION) - set(CAUSAL_ATTENTION)))

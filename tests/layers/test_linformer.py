@@ -1,5 +1,7 @@
 """Linformer: against its formula written out, and what follows from it."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -65,9 +67,10 @@ def test_the_rank_is_what_it_says():
 )
 def test_how_many_matrices_a_model_of_four_layers_has(sharing, matrices):
     model = model_of(sharing=sharing)
+    blocks: Any = model.layers
     shared = [p for name, p in model.named_parameters() if ".own." in name]
     assert sum(p.numel() for p in shared) == matrices * 6 * 40
-    assert len({id(one.attention.reduction) for one in model.layers}) == (1 if matrices == 1 else 4)
+    assert len({id(one.attention.reduction) for one in blocks}) == (1 if matrices == 1 else 4)
 
 
 def model_of(**options):
@@ -100,6 +103,7 @@ def test_layers_that_cannot_share_are_told_so():
         longspan.LongspanModel(config)
 
 
+@torch.no_grad()
 def test_the_last_token_changes_the_first_row():
     """Which is why there is no causal form."""
     made, hidden = encoder_layer(LINEAR), states(1, 40)

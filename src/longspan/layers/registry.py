@@ -7,12 +7,14 @@ from longspan.layers.base import AttentionLayer
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
+from longspan.layers.performer import CausalPerformer, PerformerAttention
 from longspan.layers.window import WindowAttention
 from longspan.layers.xl import XLAttention
 
 ATTENTION: dict[str, type[AttentionLayer]] = {
     "window": WindowAttention,
     "linformer": LinformerAttention,
+    "performer": PerformerAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -20,6 +22,7 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "full": CausalFull,
     "xl": XLAttention,
     "compressive": CompressiveAttention,
+    "performer": CausalPerformer,
 }
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
