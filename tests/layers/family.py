@@ -22,6 +22,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},
     "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu"},
     "performer-elu": {"kind": "performer", "kernel": "elu"},
+    "bigbird": {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
+    "bigbird-plain": {"kind": "bigbird", "block": 3, "window": 1, "random": 0, "global_blocks": 0},
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},

@@ -1,6 +1,7 @@
 """Linear attention: features that estimate without bias, and sums that equal the product formed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_features_of_a_block_are_at_right_angles():
         torch.testing.assert_close(across, across.diagonal().diag(), rtol=0, atol=1e-5)
 
 
-def tensors(tokens, d=8, dtype=torch.float64, seed=0):
+def tensors(tokens, d=8, dtype=torch.float64, seed=0) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     query, key, value = torch.randn(3, 2, tokens, 3, d, dtype=torch.float64)
     return [t.to(dtype) for t in (query, key, value)], draw_features(20, d).to(dtype)
@@ -93,8 +94,10 @@ def test_against_the_product_formed(kernel, tokens):
     valid = torch.ones(2, tokens, dtype=torch.bool)
     valid[1, tokens // 2 + 1 :] = False
     for mask, eps in ((None, 1e-6), (valid, 1e-3)):
-        found = linear_attention(*given, projection, kernel=kernel, valid=mask, eps=eps)
-        wanted = product(*given, projection, kernel, False, mask, eps)
+        found = linear_attention(*given, projection=projection, kernel=kernel, valid=mask, eps=eps)
+        wanted = product(
+            *given, projection=projection, kernel=kernel, causal=False, valid=mask, eps=eps
+        )
         torch.testing.assert_close(found, wanted)
 
 
@@ -103,8 +106,8 @@ def test_against_the_product_formed(kernel, tokens):
 def test_the_scan_against_the_product_formed(kernel, tokens):
     given, projection = tensors(tokens)
     given = [t.requires_grad_() for t in given]
-    found, _ = causal_linear_attention(*given, projection, kernel=kernel)
-    wanted = product(*given, projection, kernel, True)
+    found, _ = causal_linear_attention(*given, projection=projection, kernel=kernel)
+    wanted = product(*given, projection=projection, kernel=kernel, causal=True)
     torch.testing.assert_close(found, wanted)
     out = torch.randn_like(found)
     for one, other in zip(
@@ -115,10 +118,10 @@ def test_the_scan_against_the_product_formed(kernel, tokens):
 
 def test_sums_go_on_where_they_ended():
     given, projection = tensors(300)
-    whole, last = causal_linear_attention(*given, projection)
+    whole, last = causal_linear_attention(*given, projection=projection)
     out, sums = [], None
     for pieces in zip(*(t.split((1, 150, 149), dim=1) for t in given), strict=True):
-        done, sums = causal_linear_attention(*pieces, projection, before=sums)
+        done, sums = causal_linear_attention(*pieces, projection=projection, before=sums)
         out.append(done)
     torch.testing.assert_close(torch.cat(out, 1), whole)
     assert sums is not None
@@ -146,9 +149,9 @@ def test_later_keys_do_not_wipe_out_the_first():
     given[1] = torch.cat((key[:, :256] * 30.0, key[:, 256:]), 1)
     first = softmax_exponents(given[1][:, :256], projection).amax()
     assert float(first - softmax_exponents(given[1][:, 256:], projection).amax()) < -100
-    wanted, _ = causal_linear_attention(*(t[:, :256] for t in given), projection)
+    wanted, _ = causal_linear_attention(*(t[:, :256] for t in given), projection=projection)
     narrow = [t.float() for t in given]
-    found, _ = causal_linear_attention(*narrow, projection.float())
+    found, _ = causal_linear_attention(*narrow, projection=projection.float())
     torch.testing.assert_close(found[:, :256].double(), wanted, rtol=0, atol=1e-3)
     assert float(wanted.abs().amin(-1).max()) > 0.1
 
@@ -159,8 +162,8 @@ def test_large_and_small_inputs_stay_finite(size, dtype):
     (query, key, value), projection = tensors(140, dtype=dtype)
     given = [t.detach().requires_grad_() for t in (query * size, key * size, value)]
     for out in (
-        linear_attention(*given, projection),
-        causal_linear_attention(*given, projection)[0],
+        linear_attention(*given, projection=projection),
+        causal_linear_attention(*given, projection=projection)[0],
     ):
         assert out.dtype == dtype
         assert out.isfinite().all()
@@ -172,9 +175,8 @@ def test_many_features_come_close_to_softmax_attention():
     """Where scores are moderate: the estimate's variance grows exponentially with lengths."""
     (query, key, value), _ = tensors(40)
     query, key = query / 2, key / 2
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (query, key, value))
-    ).transpose(1, 2)
+    attention: Any = torch.nn.functional.scaled_dot_product_attention
+    exact = attention(*(t.transpose(1, 2) for t in (query, key, value))).transpose(1, 2)
     errors = []
     for features in (16, 4096):
         torch.manual_seed(0)
@@ -187,12 +189,12 @@ def test_many_features_come_close_to_softmax_attention():
 def test_half_precision_is_left_to_the_caller():
     """Under autocast sums and exponents are still those of float32."""
     given, projection = tensors(40, dtype=torch.float32)
-    wanted = linear_attention(*given, projection)
+    wanted = linear_attention(*given, projection=projection)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(linear_attention(*given, projection), wanted)
+        torch.testing.assert_close(linear_attention(*given, projection=projection), wanted)
 
 
 def test_an_unknown_kernel_is_named():
     given, projection = tensors(4)
     with pytest.raises(ValueError, match="kernel='tanh' is unknown; choose from softmax, relu"):
-        linear_attention(*given, projection, kernel="tanh")
+        linear_attention(*given, projection=projection, kernel="tanh")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan.layers.base import AttentionLayer
+from longspan.layers.bigbird import BigBirdAttention
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
@@ -15,6 +16,7 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "window": WindowAttention,
     "linformer": LinformerAttention,
     "performer": PerformerAttention,
+    "bigbird": BigBirdAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -27,6 +29,7 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
+    "bigbird": "its random blocks lie on both sides, and are others for another length",
 }
 _CAUSAL_ONLY = "it reads text in one direction"
 
