@@ -24,6 +24,27 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "performer-elu": {"kind": "performer", "kernel": "elu"},
     "bigbird": {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
     "bigbird-plain": {"kind": "bigbird", "block": 3, "window": 1, "random": 0, "global_blocks": 0},
+    "poolingformer": {
+        "kind": "poolingformer",
+        "window": 4,
+        "pooled_window": 20,
+        "kernel": 3,
+        "stride": 2,
+    },
+    "poolingformer-max": {
+        "kind": "poolingformer",
+        "window": 4,
+        "pooled_window": (6, 9),
+        "pool": "max",
+        "mix": True,
+    },
+    "poolingformer-mean": {
+        "kind": "poolingformer",
+        "window": 4,
+        "pooled_window": 20,
+        "pool": "mean",
+        "share_weights": True,
+    },
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},

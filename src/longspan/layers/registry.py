@@ -9,6 +9,7 @@ from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
+from longspan.layers.poolingformer import PoolingformerAttention
 from longspan.layers.window import WindowAttention
 from longspan.layers.xl import XLAttention
 
@@ -17,6 +18,7 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "linformer": LinformerAttention,
     "performer": PerformerAttention,
     "bigbird": BigBirdAttention,
+    "poolingformer": PoolingformerAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -30,6 +32,7 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
 _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
     "bigbird": "its random blocks lie on both sides, and are others for another length",
+    "poolingformer": "its windows and pools reach to both sides",
 }
 _CAUSAL_ONLY = "it reads text in one direction"
 
