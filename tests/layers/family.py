@@ -50,6 +50,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},
     "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu", "position": "none"},
     "performer-elu": {"kind": "performer", "kernel": "elu"},
+    "sparse-strided": {"kind": "sparse", "stride": 5},
+    "sparse-fixed": {"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2},
+    "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
 }
 
 

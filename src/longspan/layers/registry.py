@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
 from longspan.layers.bigbird import BigBirdAttention
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
@@ -10,6 +11,7 @@ from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
 from longspan.layers.poolingformer import PoolingformerAttention
+from longspan.layers.sparse import SparseAttention
 from longspan.layers.window import WindowAttention
 from longspan.layers.xl import XLAttention
 
@@ -27,6 +29,8 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "xl": XLAttention,
     "compressive": CompressiveAttention,
     "performer": CausalPerformer,
+    "sparse": SparseAttention,
+    "adaptive_span": AdaptiveSpanAttention,
 }
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
