@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-# Scores that are computed at a time, over all batch rows and heads.
+# Scores that are computed at a time, over all batch rows and heads; more of a long text, as each
+# time costs the backward pass a gradient of all keys.
 _SCORES = 2**23
+_TIMES = 16
 
 Visible = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,7 +54,7 @@ def listed_attention(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     q = pad(q, (0, 0, 0, -queries % size)).unflatten(2, (-1, size))
     place = torch.arange(blocks * size, device=query.device).view(blocks, size, 1)
-    together = max(1, _SCORES // max(1, batch * heads * size * count))
+    together = max(1, _SCORES // max(1, batch * heads * size * count), blocks // _TIMES)
     again = torch.is_grad_enabled() and together < blocks
     parts = []
     for first in range(0, blocks, together):
@@ -105,11 +107,11 @@ def _take(states: Tensor, listed: Tensor) -> Tensor:
     """[batch, heads, keys, head_dim] -> [batch, heads, blocks, count, head_dim]."""
     at = listed.clamp(min=0)
     if at.shape[:2] == (1, 1):
-        return states[:, :, at[0, 0]]
-    batch, heads = states.shape[:2]
-    row = torch.arange(batch, device=at.device)[:, None, None, None]
-    head = torch.arange(heads, device=at.device)[:, None, None]
-    return states[row, head, at]
+        return states.index_select(2, at.flatten()).unflatten(2, at.shape[2:])
+    batch, heads, keys = states.shape[:3]
+    row = torch.arange(batch * heads, device=at.device).view(batch, heads, 1, 1)
+    at = row * keys + at
+    return states.flatten(0, 2).index_select(0, at.flatten()).unflatten(0, at.shape)
 
 
 def tokens_of(blocks: Tensor, size: int, tokens: int) -> Tensor:
