@@ -23,6 +23,7 @@ from longspan.models.heads import (
     LongspanForSequenceClassification,
     LongspanForTokenClassification,
 )
+from longspan.models.multihop import LongspanForMultihop
 from longspan.models.packing import Packing, pad, unpad
 from longspan.models.presets import explain_global
 from longspan.models.sampling import Sampler
@@ -34,6 +35,7 @@ __all__ = [
     "LongspanForCausalLM",
     "LongspanForCoreference",
     "LongspanForMaskedLM",
+    "LongspanForMultihop",
     "LongspanForMultipleChoice",
     "LongspanForQuestionAnswering",
     "LongspanForSequenceClassification",

@@ -1,16 +1,36 @@
 """What tasks on examples have in common."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longspan.train.finetuning import Finetuning, check
+from longspan.data.examples import Order, Splits
+from longspan.data.tables import Row
+from longspan.tasks.documents import Reach, make_template
+from longspan.train.finetuning import Finetuning, check, planned
 from longspan.train.recipe import Phase
+
+
+class DocumentReader:
+    """What prediction needs of a task that reads one document at a time; training builds on it."""
+
+    needs: tuple[str, ...] = ("text",)
+
+    def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        self.template = make_template(tokenizer, pair=False)
+        self.room = recipe.model.length - self.template.size
+        if self.room < 1:
+            raise ValueError(f"model.length={recipe.model.length} leaves no room for a document")
+
+    def unfold(self, row: Row) -> Iterator[Row]:
+        """What a row holds: one document."""
+        yield row
 
 
 class ExampleTask:
@@ -44,8 +64,19 @@ class ExampleTask:
         made._settle(recipe)
         return made
 
+    def before(self) -> Self | None:
+        """The task of an earlier stage, which is carried out first and then given to `take`."""
+        return None
+
+    def take(self, first: Any, model: Any) -> None:
+        """Go on from an earlier stage and its model."""
+        raise NotImplementedError
+
     def enter(self, model: PreTrainedModel, phase: Phase) -> None:
         """One phase, one set-up."""
+
+    def export(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
 
     def accompany(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -56,6 +87,24 @@ class ExampleTask:
 
     def unpack(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> Any:
         return None
+
+
+class QuestionTask(ExampleTask):
+    """Questions, in `asked`, about texts. A subclass builds on what prediction needs of it, its
+    `reader`."""
+
+    reader: ClassVar[Any]
+    asked: Splits[Any]
+
+    def check_length(self, asked: Sequence[Any]) -> Reach:
+        """How many texts are beyond the model; an error if they are to be refused."""
+        raise NotImplementedError
+
+    def _settle(self, recipe: Finetuning) -> None:
+        self.reader.__init__(self, recipe, self.tokenizer)
+        self.reach = self.check_length([one for split in self.asked for one in split])
+        self.recipe = planned(recipe, len(self.asked.train))
+        self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
 
 
 def check_recipe(recipe: Finetuning, measures: Sequence[str]) -> str:

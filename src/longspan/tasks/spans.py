@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.data.examples import Order, Skips, Splits, read_examples
+from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForQuestionAnswering
 from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure, scores
-from longspan.tasks.base import ExampleTask, check_recipe
-from longspan.tasks.documents import Tokens, collate, make_template, pieces, reach, tokenize
-from longspan.tasks.questions import Question, read_questions
+from longspan.tasks.base import QuestionTask, check_recipe
+from longspan.tasks.documents import Tokens, make_template, reach, read_whole, tokenize
+from longspan.tasks.questions import Question, read_questions, unfold_questions
 from longspan.tasks.start import build_model, load_tokenizer
-from longspan.train.finetuning import Finetuning, planned
+from longspan.train.finetuning import Finetuning
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("f1", "exact", "best_f1", "best_exact")
@@ -47,29 +47,21 @@ class Finder:
         self.template = make_template(tokenizer, pair=True)
         self.threshold = recipe.answers.threshold or 0.0
 
+    def unfold(self, row: Row) -> Iterator[Row]:
+        return unfold_questions(row, self.recipe.data.columns)
+
     def collate(self, asked: Sequence[Asked]) -> dict[str, Tensor]:
         """Pieces of all questions; `place` says where the scores to be compared stand, `group`
         whose they are, `starts` and `ends` which of them are right.
 
         Of each question there come first the scores for no answer, then the document's tokens.
         """
-        recipe = self.recipe
-        own = [
-            pieces(
-                one.document.ids,
-                recipe.model.length,
-                self.template,
-                recipe.too_long,
-                recipe.overlap,
-                one.question,
-            )
-            for one in asked
-        ]
-        batch, begins = collate(
-            [piece for group in own for piece in group],
-            packed=recipe.packed,
-            pad_id=self.tokenizer.pad_token_id,
-            types=self.template.has_types,
+        own, batch, begins = read_whole(
+            [one.document.ids for one in asked],
+            self.recipe,
+            self.template,
+            self.tokenizer.pad_token_id,
+            [one.question for one in asked],
         )
         place, group, right = [], [], []
         for number, (one, cuts) in enumerate(zip(asked, own, strict=True)):
@@ -151,24 +143,20 @@ class Finder:
         return found
 
 
-class Spans(Finder, ExampleTask):
+class Spans(Finder, QuestionTask):
     """The task of a recipe: its questions, its model, and how well they are answered."""
+
+    reader = Finder
 
     def __init__(self, recipe: Finetuning) -> None:
         source = check_recipe(recipe, MEASURES)
         super().__init__(recipe, load_tokenizer(source))
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
-        self.questions = self._drop_lost(read_examples(recipe.data, self._understand))
+        self.questions = self._drop_lost(read_examples(recipe.data, self._understand, self.skips))
         self._documents: dict[str, Tokens] = {}
         self.asked = Splits(*(self._encode(split) for split in self.questions))
         self._settle(recipe)
-
-    def _settle(self, recipe: Finetuning) -> None:
-        Finder.__init__(self, recipe, self.tokenizer)
-        self.reach = self.check_length([one for split in self.asked for one in split])
-        self.recipe = planned(recipe, len(self.asked.train))
-        self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
 
     def notes(self) -> list[str]:
         """What a user should know before training begins."""
