@@ -295,6 +295,26 @@ def lm(
     _bench("lm", quick, device, dtype, threads, lengths, only or [], output, fresh)
 
 
+@bench_app.command()
+def family(
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
+    lengths: Annotated[
+        str | None, typer.Option(help="Only cases of these lengths, e.g. 4096,16384.")
+    ] = None,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
+) -> None:
+    """Time and memory of every kind of attention, in one layer, as documents get longer.
+
+    Writes [bold]family-<device>.json[/] after every point and goes on where it stopped.
+    """
+    _bench("family", quick, device, dtype, threads, lengths, only or [], output, fresh)
+
+
 def _bench(
     name: str,
     quick: bool,

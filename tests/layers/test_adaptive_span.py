@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from layers.family import DIM, HEADS, causal_layer, joined, states
 
 import longspan
 from longspan.layers.position import rotate
-from tests.layers.family import DIM, HEADS, causal_layer, joined, states
 
 SETTING = {"kind": "adaptive_span", "longest": 12, "ramp": 4}
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
 
 import longspan
 from longspan.ops import visibility
 from longspan.ops.listed import random_blocks
-from tests.layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
 
 SETTING = {"kind": "bigbird", "block": 4, "window": 3, "random": 2, "global_blocks": 1}
 

@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-
-import longspan
-from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
-from longspan.ops import visibility
-from tests.layers.family import (
+from layers.family import (
     DECODERS,
     DIM,
     ENCODERS,
@@ -15,6 +11,10 @@ from tests.layers.family import (
     encoder_layer,
     states,
 )
+
+import longspan
+from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
+from longspan.ops import visibility
 
 exactly = {"rtol": 0, "atol": 1e-10}
 every_encoder = pytest.mark.parametrize("kind", ENCODERS)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
 
 import longspan
-from tests.layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
 
 LINEAR = {"kind": "linformer", "length": 40, "rank": 6}
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from tests.layers.family import causal_layer, encoder_layer, states
+from layers.family import causal_layer, encoder_layer, states
 
 SETTING = {"kind": "performer", "features": 20}
 

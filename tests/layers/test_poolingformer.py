@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from layers.family import HEADS, encoder_layer, heads_of, joined, states
 
 from longspan.layers.registry import build_attention
 from longspan.ops import visibility, window_attention
-from tests.layers.family import HEADS, encoder_layer, heads_of, joined, states
 
 SETTING = {"kind": "poolingformer", "window": (2, 3), "pooled_window": (11, 9)}
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from layers.family import HEADS, causal_layer, joined, states
 
 from longspan.layers.position import rotate
-from tests.layers.family import HEADS, causal_layer, joined, states
 
 
 def strided(head, i, j):

@@ -60,7 +60,11 @@ def listed_attention(
     for first in range(0, blocks, together):
         own = slice(first, first + together)
         given = (q[:, :, own], k, v, listed[:, :, own], place[own], visible, dropout_p, scale)
-        parts.append(checkpoint(_few, *given, use_reentrant=False) if again else _few(*given))
+        if again:
+            keep = dropout_p > 0  # the same weights have to be dropped again
+            parts.append(checkpoint(_few, *given, use_reentrant=False, preserve_rng_state=keep))
+        else:
+            parts.append(_few(*given))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     return out.flatten(2, 3)[:, :, :queries].transpose(1, 2)
 
