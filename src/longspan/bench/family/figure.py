@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from longspan.bench import drawing
 from longspan.bench.benchmark import OUT_OF_MEMORY
@@ -12,7 +12,18 @@ from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.labels import End, label_ends
 from longspan.bench.store import Results
 
-COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#555555")
+# By label, so that what is for encoders and for decoders looks the same in both.
+COLOURS = {
+    "window": "#0072B2",
+    "Performer": "#D55E00",
+    "Linformer": "#009E73",
+    "BigBird": "#CC79A7",
+    "Poolingformer": "#E69F00",
+    "sparse, strided": "#009E73",
+    "sparse, fixed": "#CC79A7",
+    "adaptive span": "#E69F00",
+    "dense, SDPA": "#555555",
+}
 KIND = "forward+backward"
 
 
@@ -38,7 +49,9 @@ def _figure(results: Results) -> Figure | None:
         for axes, quantity in zip(panels[row], ("ms", "mib"), strict=True):
             axes.set_yscale("log")
             its_ends = []
-            for name, colour in zip(names, COLOURS, strict=True):
+            for name in names:
+                label = CONTENDERS[name].label
+                colour = COLOURS[label]
                 values = [(c.tokens, results.value(c, name, KIND, quantity)) for c in cases]
                 line = [(n, value) for n, value in values if value is not None]
                 if not line:
@@ -46,13 +59,15 @@ def _figure(results: Results) -> Figure | None:
                 points = [(case.tokens, results.get(case, name, KIND)) for case in cases]
                 failed = [n for n, point in points if point and point.error == OUT_OF_MEMORY]
                 end = drawing.plot_line(axes, line, failed, colour)
-                its_ends.append(drawing.name_end(end, CONTENDERS[name].label, colour))
+                its_ends.append(drawing.name_end(end, label, colour))
             ends.append(its_ends)
             whose = "Decoder" if causal else "Encoder"
             what = "time" if quantity == "ms" else "peak memory"
             axes.set(title=f"{whose} layer, training: {what}", xlabel="tokens")
             drawing.length_axis(axes, lengths)
+            axes.yaxis.set_minor_locator(NullLocator())
             if quantity == "ms":
+                axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: drawing.duration(y)))
             else:
                 drawing.memory_axis(axes)
