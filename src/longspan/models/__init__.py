@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -26,12 +27,15 @@ from longspan.models.heads import (
 from longspan.models.packing import Packing, pad, unpad
 from longspan.models.presets import explain_global
 from longspan.models.sampling import Sampler
+from longspan.models.seq2seq import LongspanForConditionalGeneration
+from longspan.models.seq2seq_config import LongspanSeq2SeqConfig
 
 __all__ = [
     "DecoderState",
     "LongspanConfig",
     "LongspanDecoderConfig",
     "LongspanForCausalLM",
+    "LongspanForConditionalGeneration",
     "LongspanForCoreference",
     "LongspanForMaskedLM",
     "LongspanForMultipleChoice",
@@ -40,6 +44,7 @@ __all__ = [
     "LongspanForTokenClassification",
     "LongspanModel",
     "LongspanPreTrainedModel",
+    "LongspanSeq2SeqConfig",
     "Packing",
     "Sampler",
     "explain_global",
@@ -57,3 +62,6 @@ AutoModelForTokenClassification.register(LongspanConfig, LongspanForTokenClassif
 
 AutoConfig.register("longspan_decoder", LongspanDecoderConfig)
 AutoModelForCausalLM.register(LongspanDecoderConfig, LongspanForCausalLM)
+
+AutoConfig.register("longspan_seq2seq", LongspanSeq2SeqConfig)
+AutoModelForSeq2SeqLM.register(LongspanSeq2SeqConfig, LongspanForConditionalGeneration)
