@@ -147,7 +147,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
     """
 
     config_class = LongspanSeq2SeqConfig
-    config: LongspanSeq2SeqConfig
+    config: LongspanSeq2SeqConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     head_may_be_new = False
     _no_split_modules = ["Block", "CrossBlock"]  # noqa: RUF012 (as the base class declares it)
     _tied_weights_keys = {  # noqa: RUF012
@@ -239,7 +239,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             )
         encoded = encoder_outputs
         if not isinstance(encoded, LongspanOutput):
-            encoded = LongspanOutput(last_hidden_state=encoded[0])
+            encoded = LongspanOutput(last_hidden_state=cast(Any, encoded[0]))
         source = cast(Tensor, encoded.last_hidden_state)
         if source.shape[0] != target.shape[0]:
             raise ValueError(f"{source.shape[0]} documents, but {target.shape[0]} targets")
@@ -254,7 +254,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             target, source, target_mask=target_mask, source_mask=source_mask, cache=cache
         )
         logits = self.lm_head(states[-1]) + self.final_logits_bias
-        loss = None
+        loss: Any = None
         if labels is not None:
             loss = cross_entropy(
                 logits.flatten(0, 1),
@@ -294,7 +294,8 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
     ) -> Any:
         # Before the first token is generated, not at the one that has no position.
         check_target_length(self.config, generation_config.max_length - 1)
-        return super()._prepare_cache_for_generation(generation_config, *arguments, **options)
+        own: Any = super()  # whose protocol for mixins no model of transformers fulfils
+        return own._prepare_cache_for_generation(generation_config, *arguments, **options)
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """Beams change places within their document only, and all of one document see the same
