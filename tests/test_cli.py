@@ -1,5 +1,6 @@
 """The command line: doctor, and a benchmark that resumes."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,62 @@ def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
     assert "seed-0, seed-1" in plain(invoke("predict", str(tmp_path / "runs"), "x", code=2))
 
 
+def test_choosing_and_reasoning(tmp_path: Path) -> None:
+    from tasks.finetuned import hopping, offered
+    from tasks.tiny import tiny_checkpoint
+
+    source, run = tiny_checkpoint(tmp_path / "source"), str(tmp_path / "run")
+    lines = offered(tmp_path / "own.jsonl", 12).read_text().splitlines()
+    data = tmp_path / "own.csv"
+    with data.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["passage", "asked", "offer", "right"])
+        for row in map(json.loads, lines):
+            table.writerow([row["text"], row["question"], "|".join(row["choices"]), row["answer"]])
+    command = ["train", "choice", "--data", str(data), "--model", str(source), "--shrink"]
+    assert "there is no column 'question'" in plain(invoke(*command, code=2))
+    command += ["--text", "passage", "--question", "asked", "--choices", "offer"]
+    command += ["--answers", "right", "--set", "data.separator=|", "--set", "model.length=24"]
+    output = plain(invoke(*command, "--output", run))
+    assert "2 to 2 choices each" in output
+    assert "are read in pieces" in output
+    assert "test (step-00000002): accuracy" in output
+    assert "12 rows in" in plain(invoke("predict", run, str(data)))
+
+    hops = str(hopping(tmp_path / "hops.jsonl", 12))
+    run = str(tmp_path / "hops")
+    command = ["train", "multihop", "--data", hops, "--model", str(source), "--shrink"]
+    command += ["--set", "hops.stages=2", "--set", "model.length=80", "--output", run]
+    output = plain(invoke(*command))
+    assert "the first stage, into" in output
+    assert "test (step-00000002): joint_f1" in output
+    assert "12 rows in" in plain(invoke("predict", run, hops))
+    made = (tmp_path / "hops" / "predictions" / "hops.jsonl").read_text().splitlines()
+    assert {one["title"] for one in json.loads(made[0])["evidence"]}
+
+
+def test_pretraining_a_checkpoint_without_a_head(tmp_path: Path) -> None:
+    """A head first, then the whole; then the run is a start like any other, and fills masks."""
+    from tasks.finetuned import documents
+    from tasks.tiny import tiny_checkpoint
+
+    data = documents(tmp_path / "documents.jsonl")
+    source = str(tiny_checkpoint(tmp_path / "source"))
+    toy = ("--data", str(data), "--shrink", "--set", "model.length=48")
+    first, then = str(tmp_path / "head"), str(tmp_path / "run")
+    command = ("train", "mlm", *toy, "--output", then, "--model")
+    assert "has no head that scores words: `longspan train mlm-head`" in invoke(
+        *command, source, code=2
+    )
+    assert not Path(then).exists()
+    invoke("train", "mlm-head", *toy, "--model", source, "--output", first)
+    output = plain(invoke(*command, first))
+    assert "reach beyond a row and go on in the next" in output
+    assert "valid (step-00000002): bits_per_character" in output
+    (tmp_path / "new.csv").write_text("text\nthe a [MASK] was\n")
+    assert "1 rows in" in plain(invoke("predict", then, str(tmp_path / "new.csv")))
+
+
 def plain(output: str) -> str:
     return " ".join(output.replace("│", " ").split())
 
@@ -264,7 +321,7 @@ def test_comparing(tmp_path: Path) -> None:
 
     data, source = labelled(tmp_path / "animals.csv"), tiny_checkpoint(tmp_path / "source")
     command = ["compare", "--data", str(data), "--model", str(source), "--output", str(tmp_path)]
-    assert "choose from classify, spans" in invoke(*command, "--task", "guess", code=2)
+    assert "choose from classify, spans, choice" in invoke(*command, "--task", "guess", code=2)
     command += ["--text", "body", "--label", "animal", "--length", "64", "--short", "16"]
     assert "short=64" in plain(invoke(*command, "--short", "64", code=2))
     for value in ("epochs=0.1", "precision=no", "data.limit=20", "evaluation.every=0"):
@@ -273,5 +330,19 @@ def test_comparing(tmp_path: Path) -> None:
     for name in ("first tokens", "chunk and pool", "long, window only", "macro f1"):
         assert name in output
     assert "of the test documents have more than 16 tokens" in output
+
+
+def test_comparing_choices(tmp_path: Path) -> None:
+    from tasks.finetuned import offered
+    from tasks.tiny import tiny_checkpoint
+
+    data, source = offered(tmp_path / "a.jsonl", 20), tiny_checkpoint(tmp_path / "source")
+    command = ["compare", "--task", "choice", "--data", str(data), "--model", str(source)]
+    command += ["--output", str(tmp_path), "--length", "64", "--short", "20"]
+    for value in ("epochs=0.1", "precision=no", "evaluation.every=0"):
+        command += ["--set", value]
+    output = plain(invoke(*command))
+    assert "accuracy" in output
+    assert "100% of the test documents have more than 20 tokens" in output
     assert (tmp_path / "compare.json").exists()
     assert (tmp_path / "compare.svg").exists()

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tasks.tiny import tiny_checkpoint
 from typer.testing import CliRunner
 
 from longspan.cli import app
@@ -38,9 +39,27 @@ def test_a_study_trains_and_plots(text, tmp_path):
     assert "rival-dense" in shown
 
 
+def test_positions(text, tmp_path):
+    source = tiny_checkpoint(tmp_path / "short")
+    command = ["study", "positions", "--shrink", "--data", text, "--model", source]
+    command += ["--valid", text, "--output", tmp_path / "out", "--set", "model.length=48"]
+    shown = run(*command)
+    assert "long, only new positions trained" in shown
+    found = json.loads((tmp_path / "out" / "positions.json").read_text())
+    assert len(found["arms"]) == 7
+    assert found["machine"]
+    assert (tmp_path / "out" / "positions.png").exists()
+    assert "| long, positions copied |" in (tmp_path / "out" / "positions.md").read_text()
+    assert run(*command).count("done before") == 7
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["study", "position"], "did you mean positions"),
+        (["study", "positions"], "give --model"),
+        (["study", "positions", "--only", "random"], "build on one another"),
+        (["study", "rivals", "--model", "x"], "are for the study of positions"),
         (["study", "rival"], "did you mean rivals"),
         (["study", "rivals", "--only", "rival-lstm"], "choose from rival-longformer"),
         (["study", "windows", "--set", "nimutes=2"], "nimutes is unknown; did you mean minutes"),

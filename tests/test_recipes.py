@@ -15,6 +15,7 @@ from longspan.tasks.finetune import finetune, make_task
 from longspan.train.finetuning import planned
 from longspan.train.loop import train
 from longspan.train.recipe import Phase, change
+from longspan.train.schedule import learning_rate
 
 TEXT = np.random.default_rng(0).integers(97, 123, 3000).astype(np.uint8)
 
@@ -49,11 +50,12 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
         "batch": 4,
         "accumulate": 1,
         "epochs": 0.2,
+        "updates": 2 if source.updates else 0,
         "overlap": min(source.overlap, 2),
         "precision": "no",
     }
     settings |= {"data.train": toy.data.train, "data.columns": toy.data.columns}
-    settings |= {"model.source": toy.model.source, "model.length": 24}
+    settings |= {"model.source": toy.model.source, "model.length": toy.model.length}
     settings |= {"data.positive": "cat"} if source.data.positive else {}
     task = make_task(change(source, settings))
     found = finetune(task, tmp_path / "run", console=Console(quiet=True))
@@ -78,6 +80,16 @@ def test_finetuning_is_as_published():
     assert planned(FINETUNING["triviaqa"](), 64_000).phases[0].warmup == 1000
     split = FINETUNING["hyperpartisan"]().data
     assert (split.valid_share, split.test_share) == (0.1, 0.1)
+
+
+def test_pretraining_is_as_published():
+    made = planned(FINETUNING["mlm"](), 1)
+    assert made.phases == (Phase(65_000, 4096, 64, 3e-5, warmup=500),)
+    assert (made.model.window, made.masking.share, made.optimizer.power) == (512, 0.15, 3.0)
+    # Power 3 of what is left: an eighth half-way.
+    assert learning_rate(made, 499) == pytest.approx(3e-5)
+    assert learning_rate(made, 500 + 32_250 - 1) == pytest.approx(3e-5 / 8)
+    assert learning_rate(made, 64_999) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The commands that put language models side by side: study, plot."""
+"""The commands that put models side by side: study, plot."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ _Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its gr
 
 @commands.command()
 def study(
-    name: Annotated[str, typer.Argument(help="rivals or windows.")],
+    name: Annotated[str, typer.Argument(help="rivals, windows or positions.")],
     output: Annotated[
         Path | None, typer.Option(help="Folder for all its runs; runs/NAME by default.")
     ] = None,
@@ -46,14 +46,23 @@ def study(
     longest: _Longest = 4096,
     tokens: _Tokens = 500,
     step: _Step = 256,
+    model: Annotated[
+        str | None, typer.Option(help="positions: the short checkpoint, a folder or hub name.")
+    ] = None,
+    valid: Annotated[
+        str | None, typer.Option(help="positions: validation documents; else from the data.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="positions: the column of the text.")] = None,
 ) -> None:
     """Train several models for the same time, one after the other, and put them side by side.
 
     [bold]rivals[/]: Longformer at once and staged, Transformer-XL, Compressive Transformer, dense
     attention of 1,024; 40M parameters each. [bold]windows[/]: the paper's Table 4 at 9M.
+    [bold]positions[/]: its Table 5, what copying a short checkpoint's positions is worth.
     Interrupted, the same command goes on; what failed is named, and tried again by it.
 
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
+    [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
     """
     from transformers.utils import logging
 
@@ -67,6 +76,20 @@ def study(
     console = console_for_logs()
     folder = output or Path("runs") / name
     try:
+        if name == "positions":
+            asked = {
+                "data.train": None if data is None else str(data),
+                "data.valid": valid,
+                "data.test": valid,  # none is needed, and none shall be taken from the data
+                "data.columns.text": text,
+                "model.source": model,
+                "minutes": minutes,
+            }
+            chosen = {key: value for key, value in asked.items() if value is not None}
+            _positions(chosen | parse(setting or []), folder, only, small)
+            return
+        if model is not None or valid is not None or text is not None:
+            raise ValueError("--model, --valid and --text are for the study of positions")
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:
             probe = Probe(limit=1000, rows=4, longest=64, tokens=20, start=16, step=16)
@@ -85,7 +108,7 @@ def study(
         done = [folder / recipe.name for recipe in recipes if recipe.name not in failed]
         if done:
             _plot(done, probe, data, folder)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on")
@@ -94,6 +117,31 @@ def study(
         console.print(f"failed: {own}: {reason}", markup=False, highlight=False)
     if failed:
         raise typer.Exit(1)
+
+
+def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool) -> None:
+    from longspan.analyze.positions import describe, draw, markdown, table
+    from longspan.recipes import FINETUNING
+    from longspan.tasks.positions import study as carry_out
+    from longspan.train.checkpoint import write_json, write_text
+    from longspan.train.recipe import change
+
+    if only:
+        raise ValueError("--only: the arms of the study of positions build on one another")
+    console = console_for_logs()
+    recipe = change(FINETUNING["mlm"](), {"updates": 2000, "evaluation.every": 250})
+    if small:
+        toy = {"updates": 2, "batch": 2, "accumulate": 1, "data.limit": 8, "evaluation.limit": 2}
+        recipe = change(recipe, {**toy, "evaluation.every": 0, "precision": "no"})
+    result = carry_out(change(recipe, settings), folder, console)
+    found = describe(result)
+    write_json(folder / "positions.json", found)
+    write_text(folder / "positions.md", markdown(found))
+    console.print(table(found))
+    for claim in found["claims"]:
+        console.print(f"{'yes' if claim['holds'] else 'no '}  {claim['text']}", highlight=False)
+    for path in draw(found, folder / "positions"):
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
 
 
 @commands.command()

@@ -22,6 +22,7 @@ Text = Annotated[str | None, _option("The column of the text.")]
 Label = Annotated[str | None, _option("The column of the label.")]
 Question = Annotated[str | None, _option("The column of the question.")]
 Answers = Annotated[str | None, _option("The column of the answers.")]
+Choices = Annotated[str | None, _option("The column of the answers to choose from.")]
 Several = Annotated[bool, _option("An example may have several labels, or none.")]
 TooLong = Annotated[
     str | None, _option("What to do with documents beyond the model: refuse, split or head.")
@@ -60,7 +61,7 @@ def finetune(
     recipe = FINETUNING[name]()
     if small:
         toy = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5, "precision": "no"}
-        recipe = change(recipe, toy)
+        recipe = change(recipe, toy | ({"updates": 2} if recipe.updates else {}))
     chosen = {key: value for key, value in asked.items() if value is not None}
     recipe = change(recipe, chosen | settings)
     if seeds > 1:
@@ -147,13 +148,14 @@ def predict(
 def compare(
     data: Annotated[Path, typer.Option(help="The examples: CSV, TSV, JSON lines or Parquet.")],
     model: Annotated[str, typer.Option(help="What to start from: a folder, or a hub name.")],
-    task: Annotated[str, typer.Option(help="classify or spans.")] = "classify",
+    task: Annotated[str, typer.Option(help="classify, spans or choice.")] = "classify",
     valid: Valid = None,
     test: Test = None,
     text: Text = None,
     label: Label = None,
     question: Question = None,
     answers: Answers = None,
+    choices: Choices = None,
     several: Several = False,
     length: Annotated[int, typer.Option(min=32, help="Tokens that count as long.")] = 4096,
     short: Annotated[int, typer.Option(min=16, help="Tokens that count as short.")] = 512,
@@ -179,11 +181,12 @@ def compare(
     from longspan.train.recipe import change, parse
 
     logging.disable_progress_bar()
-    if task not in ("classify", "spans"):
-        raise typer.BadParameter(f"--task {task}: choose from classify, spans")
+    if task not in ("classify", "spans", "choice"):
+        raise typer.BadParameter(f"--task {task}: choose from classify, spans, choice")
     console = Console()
     console = console if console.is_terminal else Console(width=120)
     columns = {"text": text, "label": label, "question": question, "answers": answers}
+    columns["choices"] = choices
     asked = {
         "data.train": str(data),
         "data.valid": valid,

@@ -50,6 +50,7 @@ def train(
     label: cli_tasks.Label = None,
     question: cli_tasks.Question = None,
     answers: cli_tasks.Answers = None,
+    choices: cli_tasks.Choices = None,
     several: cli_tasks.Several = False,
     too_long: cli_tasks.TooLong = None,
     seeds: cli_tasks.Seeds = 1,
@@ -80,6 +81,7 @@ def train(
         settings = parse(setting or [])
         if recipe in FINETUNING:
             columns = {"text": text, "label": label, "question": question, "answers": answers}
+            columns["choices"] = choices
             cli_tasks.finetune(
                 recipe,
                 settings,

@@ -6,6 +6,7 @@ import lzma
 
 import pytest
 
+from longspan.data import tables
 from longspan.data.tables import read_rows
 
 ROWS = [{"text": 'He said "no",\nand left.', "label": "a"}, {"text": "Zürich", "label": "b"}]
@@ -63,13 +64,49 @@ def test_long_cells_are_read(tmp_path):
     assert len(values(path)[0]["text"]) == 500_000
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 2**20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_array(indent, at_once, tmp_path, monkeypatch):
+    """However the objects of an array lie across what is read at once."""
+    monkeypatch.setattr(tables, "_AT_ONCE", at_once)
+    path = tmp_path / "dev.json"
+    text = json.dumps(ROWS, indent=indent, ensure_ascii=False)
+    path.write_text(f"\n {text} \n", encoding="utf-8-sig")
+    assert values(path) == ROWS
+    assert [row.where for row in read_rows(path)][-1] == f"{path}, object {len(ROWS)}"
+    path.write_text("[ ]")
+    assert values(path) == []
+    for wrong, message in (
+        ("[1]", "object 1: not a JSON object but 1"),
+        ('[{"a": 1} {"a": 2}]', "object 2: not JSON: expected a comma"),
+        ('[{"a": 1}, {"a"', "object 2: not JSON"),
+        ('[{"a": 1}', "object 2: not JSON"),
+        ("[", "object 1: not JSON"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            values(path)
+    path.write_bytes(text.encode("latin1")[:-1] + b"\xff")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        values(path)
+
+
+def test_arrays_are_read_as_they_are_needed(tmp_path):
+    path = tmp_path / "long.json"
+    path.write_text("[" + '{"a": "%s"},' % ("x" * 2**19) * 4 + "not JSON")
+    rows = read_rows(path)
+    assert [len(next(rows).values["a"]) for _ in range(4)] == [2**19] * 4
+    with pytest.raises(ValueError, match="object 5: not JSON"):
+        next(rows)
+
+
 def test_squad(tmp_path):
     path = tmp_path / "dev.json"
     qas = [{"id": "1", "question": "Who?", "answers": []}]
     content = {"data": [{"paragraphs": [{"context": "He.", "qas": qas}]}]}
     path.write_text(json.dumps(content))
     assert values(path) == [{"text": "He.", "qas": qas}]
-    path.write_text("[1]")
+    path.write_text('{"data": 1}')
     with pytest.raises(ValueError, match="not in SQuAD's form"):
         values(path)
 
@@ -119,6 +156,13 @@ def test_optional_packages_are_asked_for(module, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"pip install {module}"):
         list(read_rows(source))
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("Once upon\n\na time.\n")
+    (row,) = read_rows(path)
+    assert (row.where, row.text("text")) == (str(path), "Once upon\n\na time.\n")
 
 
 def test_a_file_is_read_as_it_is_needed(tmp_path):

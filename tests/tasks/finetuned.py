@@ -69,16 +69,70 @@ def told(path: Path, count: int = 30, sentences: int = 4) -> Path:
     return path
 
 
+def offered(path: Path, count: int = 30, words: int = 16) -> Path:
+    """JSON lines: which of two animals is in the text."""
+    random = np.random.default_rng(0)
+    with path.open("w") as file:
+        for index in range(count):
+            made, animals = sentence(random, words), ["cat", "dog"]
+            random.shuffle(animals)
+            made[random.integers(words)] = animals[index % 2]
+            row = {"id": f"d{index}", "text": " ".join(made), "question": "when?"}
+            row |= {"choices": [f"the {one}" for one in animals], "answer": f"the {animals[0]}"}
+            if index % 2:
+                row["answer"] = "B"
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def hopping(path: Path, count: int = 30) -> Path:
+    """JSON lines: a cat and a dog are in two of four paragraphs; who sleeps, or does anybody?"""
+    random = np.random.default_rng(0)
+    with path.open("w") as file:
+        for index in range(count):
+            titles = ["garden", "floods", "opens", "sleeps"]
+            random.shuffle(titles)
+            context = [(title, [sentence(random, 4), sentence(random, 4)]) for title in titles]
+            facts = []
+            for animal, place in enumerate(random.choice(4, 2, replace=False)):
+                number = int(random.integers(2))
+                context[place][1][number][random.integers(4)] = ["cat", "dog"][animal]
+                facts.append((titles[place], number))
+            joined = [(t, [" ".join(own) + " ." for own in sentences]) for t, sentences in context]
+            asked = [("when?", "dog"), ("why?", "yes")][index % 3 == 0]
+            row = {"id": f"h{index}", "question": asked[0], "answer": asked[1], "text": joined}
+            file.write(json.dumps(row | {"evidence": facts}) + "\n")
+    return path
+
+
+def documents(path: Path, count: int = 40, words: int = 30) -> Path:
+    """JSON lines: texts of up to twice so many words, which always follow in the same order."""
+    random = np.random.default_rng(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            first, more = random.integers((len(FILLER), 2 * words))
+            made = [FILLER[(first + place) % len(FILLER)] for place in range(more + 1)]
+            file.write(json.dumps({"text": " ".join(made)}) + "\n")
+    return path
+
+
+_DATA = {
+    "classify": (labelled, "animals.csv", {"text": "body", "label": "animal"}),
+    "spans": (asked, "asked.jsonl", {}),
+    "choice": (offered, "offered.jsonl", {"answers": "answer"}),
+    "coref": (told, "told.jsonl", {}),
+    "mlm": (documents, "documents.jsonl", {}),
+    "multihop": (hopping, "hopping.jsonl", {"answers": "answer"}),
+}
+
+
 def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
     """A recipe at toy size, from a tiny checkpoint; names may have __ for a dot."""
-    source = tiny_checkpoint(folder / "source")
-    if name == "classify":
-        data = labelled(folder / "animals.csv")
-        columns = {"text": "body", "label": "animal"}
-    elif name == "coref":
-        data, columns = told(folder / "told.jsonl"), {}
-    else:
-        data, columns = asked(folder / "asked.jsonl"), {}
+    task = FINETUNING[name]().task
+    masked = task == "mlm"
+    source = tiny_checkpoint(folder / "source", masked=masked)
+    write, file, columns = _DATA[task]
+    data = write(folder / file)
     settings = {
         "model.source": str(source),
         "model.length": 24,
@@ -90,7 +144,17 @@ def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
         "epochs": 2.0,
         "learning_rate": 5e-3,
         "overlap": 0,
+        "packed": True,
         "precision": "no",
     }
+    if masked:
+        settings |= {"updates": 4, "warmup": 0.0, "evaluation.every": 0, "evaluation.limit": 0}
+        settings |= {"model.length": 32, "model.window": 8, "save_every": 0}
     made = {key.replace("__", "."): value for key, value in changes.items()}
     return change(FINETUNING[name](), settings | made)
+
+
+def by_heart(path: Path) -> dict[str, Any]:
+    """Settings by which a few examples are learned, and asked for, by heart."""
+    where = dict.fromkeys(("data__train", "data__valid", "data__test"), str(path))
+    return {**where, "epochs": 60.0, "evaluation__every": 0, "model__length": 80}

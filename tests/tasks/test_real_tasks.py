@@ -123,3 +123,79 @@ def test_a_real_checkpoint_learns_who_is_who(tmp_path):
     losses = [line["loss"] for line in lines if "split" not in line]
     assert losses[-1] < 0.9 * losses[0]
     assert 0 <= results["test"]["conll"] <= 1
+
+
+def test_race_is_read_whole():
+    """Every question has four choices, one of them right; what is beyond the model is counted."""
+    settings = {"model.source": str(granite()), "data.train": data("race-high-dev.jsonl.xz")}
+    settings |= {"model.length": 512, "too_long": "head"}
+    task = make_task(change(FINETUNING["race"](), settings))
+    assert sum(len(split) for split in task.asked) == 3451
+    assert len(task.skips) == 0
+    assert all(one.right.sum() == 1 and len(one.right) == 4 for one in task.asked.train)
+    assert "of 3,451 documents" in task.notes()[-1]
+    batch = task.collate(task.asked.train[:2])
+    words = task.tokenizer.convert_ids_to_tokens(
+        batch["input_ids"].flatten()[batch["place"]].tolist()
+    )
+    assert words == ["[ent]"] * 8
+
+
+def test_hotpotqa_answers_come_back_exactly():
+    """Through tokens to characters; what its paragraphs lack is said."""
+    settings = {"model.source": str(granite()), "data.train": data("hotpotqa-dev.jsonl.xz")}
+    task = make_task(change(FINETUNING["hotpotqa"](), settings))
+    assert "71 of 100 questions (71.0%) lack a paragraph" in " ".join(task.notes())
+    found = 0
+    for hop, asked in zip(task.hops.train, task.asked.train, strict=True):
+        for paragraph, part in zip(hop.paragraphs, asked.parts, strict=True):
+            for first, last in part.answers:
+                unit = paragraph.unit(int(part.unit[first]))
+                words = unit[part.offsets[first, 0] : part.offsets[last, 1]]
+                assert hop.answer.lower() in words.lower()
+                found += 1
+    assert found > 40
+
+
+@pytest.mark.slow
+def test_a_real_checkpoint_learns_to_choose(tmp_path):
+    """Four questions about passages, by heart."""
+    race = data("race-high-dev.jsonl.xz")
+    settings = {
+        "model.source": str(granite()),
+        "model.length": 192,
+        "data.train": race,
+        "data.limit": 4,
+        "batch": 4,
+        "epochs": 24.0,
+        "warmup": 4.0,
+        "learning_rate": 5e-4,
+        "optimizer.schedule": "constant",
+        "precision": "no",
+        "evaluation.every": 0,
+        "log_every": 4,
+        "too_long": "head",
+    }
+    task = make_task(change(FINETUNING["race"](), settings))
+    finetune(task, tmp_path / "run", console=QUIET)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "split" not in line]
+    assert losses[-1] < 0.2 < 1.2 < losses[0]
+
+
+def test_novels_are_packed_and_hidden():
+    """Whole novels in rows of 512: what is shown, with what was hidden put back, is their text."""
+    novels = data("books-valid.jsonl.xz")
+    settings = {"model.source": str(granite()), "data.train": novels, "data.limit": 1}
+    task = make_task(change(FINETUNING["mlm-head"](), settings))
+    (document,) = task.documents.train
+    assert 3.0 < document.characters / len(document.ids) < 5.0
+    batch, _ = task.batch(0, 0, range(2))
+    ids = batch["input_ids"][0].numpy().copy()
+    assert len(ids) == 2 * 512
+    hidden = batch["targets"].numpy() >= 0
+    ids[batch["places"].numpy()[hidden]] = batch["targets"].numpy()[hidden]
+    whole = task.tokenizer.decode(document.ids)
+    for row in np.split(ids, 2):
+        assert task.tokenizer.decode(row[row > 2]) in whole
+    assert hidden.sum() >= 2 * 70

@@ -5,20 +5,22 @@ from typing import Any
 
 import torch
 from models.small import short_sizes, spread
-from transformers import BertConfig, BertModel, BertTokenizer
+from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizer
 
 NOUNS = ["cat", "dog", "river", "house", "garden"]
 WORDS = [*NOUNS, "the", "a", "is", "was", "opens", "floods", "sleeps", "in", "and", "why", "when"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def tiny_checkpoint(folder: Path, positions: int = 24) -> Path:
-    """A BertModel of `positions` positions and its tokenizer, saved."""
+def tiny_checkpoint(folder: Path, positions: int = 24, *, masked: bool = False) -> Path:
+    """A BertModel of `positions` positions, or one of masked tokens, and its tokenizer, saved."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [*SPECIAL, *WORDS, ".", "?", *"abcdefghijklmnopqrstuvwxyz"]
     torch.manual_seed(0)
     sizes = short_sizes(vocab_size=len(vocabulary), max_position_embeddings=positions)
-    spread(BertModel(BertConfig(**sizes), add_pooling_layer=False)).save_pretrained(folder)
+    config = BertConfig(**sizes)
+    made = BertForMaskedLM(config) if masked else BertModel(config, add_pooling_layer=False)
+    spread(made).save_pretrained(folder)
     words = {word: index for index, word in enumerate(dict.fromkeys(vocabulary))}
     BertTokenizer(vocab=words, model_max_length=positions).save_pretrained(folder)
     return folder

@@ -32,6 +32,13 @@ def test_linear_falls_in_every_phase():
     assert found[4] - found[5] == pytest.approx(0.9 / 6)
 
 
+def test_polynomial_is_linear_to_a_power():
+    straight, bent = rates(schedule="linear"), rates(schedule="polynomial", power=2.0)
+    assert bent[:4] == straight[:4]
+    assert bent[4:10] == pytest.approx([rate**2 for rate in straight[4:10]])
+    assert bent[15] == pytest.approx(0.0)
+
+
 def test_cosine_over_the_run():
     found = rates(schedule="cosine", over="run")
     assert found[9] == pytest.approx(0.5)  # half of what follows the first warm-up

@@ -90,8 +90,8 @@ def _capture(run: Any, workload: Workload, passes: int) -> _Replay | None:
     """The passes as one CUDA graph, or None if it turns out that they cannot be one."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    # A capture that fails half-way keeps its memory for good, and torch's generator with it. What
-    # makes one fail is waiting for the device, so that is looked for first.
+    # A capture that fails half-way keeps its memory for good, so that later points find too little.
+    # What usually makes one fail is waiting for the device: that is looked for first.
     before = torch.cuda.get_sync_debug_mode()
     try:
         with torch.cuda.stream(aside):
@@ -107,10 +107,19 @@ def _capture(run: Any, workload: Workload, passes: int) -> _Replay | None:
         torch.cuda.set_sync_debug_mode(before)
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(passes):
-            workload.clear()
-            run()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(passes):
+                workload.clear()
+                run()
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        torch.cuda.synchronize()
+        # Its state still believes in the capture and would refuse to draw another number.
+        fresh = torch.Generator("cuda").manual_seed(0)
+        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
+        return None
     return _Replay(graph, passes)
 
 

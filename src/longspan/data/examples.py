@@ -72,9 +72,12 @@ class Skips:
 
 
 def read_examples(
-    source: Examples, understand: Callable[[Row], Iterator[Example]]
+    source: Examples,
+    understand: Callable[[Row], Iterator[Example]],
+    skips: Skips | None = None,
 ) -> Splits[Example]:
-    """All examples of a source; `understand` makes any number of them of a row.
+    """All examples of a source; `understand` makes any number of them of a row, and enters in
+    `skips` what it left out.
 
     A row's examples stay in one split: questions about a document that is trained on would not
     measure anything.
@@ -105,6 +108,7 @@ def read_examples(
             raise ValueError(
                 f"{own or source.train} leaves no example for {name}"
                 + ("" if own else f": {len(rows)} rows are too few")
+                + "".join(f"; {line}" for line in (skips.lines() if skips else ()))
             )
     return splits
 

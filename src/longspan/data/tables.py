@@ -1,5 +1,5 @@
-"""Rows of a table, one at a time: CSV, TSV, JSON lines, Parquet, SQuAD's JSON, CoNLL-2012 (a row
-for each document), or a hub data set.
+"""Rows of a table, one at a time: CSV, TSV, JSON lines or arrays, text, Parquet, SQuAD's JSON,
+CoNLL-2012 (a row for each document), or a hub data set.
 
 Nothing is read ahead, so a file may be larger than memory. Every row knows where it came from, and
 whoever finds fault with it can say so.
@@ -12,13 +12,16 @@ import lzma
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from longspan.data.conll import read_conll
 
 HUB = "hub:"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
-_ENDINGS = ".csv, .tsv, .jsonl, .conll (each also .xz or .gz), .parquet, .json in SQuAD's form"
+_ENDINGS = (
+    ".csv, .tsv, .jsonl, .txt, .conll, .json (an array, or SQuAD's; each also .xz or .gz), .parquet"
+)
+_AT_ONCE = 2**20  # characters of a JSON array
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,9 @@ def read_rows(source: str | Path) -> Iterator[Row]:
         ".tsv": lambda: _delimited(path, "\t"),
         ".jsonl": lambda: _json_lines(path),
         ".conll": lambda: _conll(path),
+        ".txt": lambda: _whole(path),
         ".parquet": lambda: _parquet(path),
-        ".json": lambda: _squad(path),
+        ".json": lambda: _json(path),
     }
     if kind not in readers:
         raise ValueError(f"{path}: {path.suffix or 'no ending'} is none of {_ENDINGS}")
@@ -134,6 +138,11 @@ def _conll(path: Path) -> Iterator[Row]:
         raise ValueError(where if where.startswith(str(path)) else f"{path}, {where}") from None
 
 
+def _whole(path: Path) -> Iterator[Row]:
+    """One row: a text file is one document."""
+    yield Row(str(path), {"text": "".join(_lines(path))})
+
+
 def _parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
@@ -153,19 +162,58 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
 
 
-def _squad(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[Row]:
+    """An array of objects, as WikiHop and HotpotQA are published, or SQuAD's form."""
+    with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+        try:
+            begin = ""
+            while not begin and (more := file.read(_AT_ONCE)):
+                begin = more.lstrip()
+            yield from (_array if begin.startswith("[") else _squad)(path, begin, file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from None
+        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"{path} is damaged or cut off: {error}") from None
+
+
+def _array(path: Path, text: str, file: TextIO) -> Iterator[Row]:
+    """The objects of an array, each read when it is asked for."""
+    decoder, number, text = json.JSONDecoder(), 0, text[1:]
+    while True:
+        text = text.lstrip()
+        if text[:1] == "]":
+            return
+        try:
+            if number and text[:1] not in ("", ","):
+                raise json.JSONDecodeError("expected a comma", text, 0)
+            following = text[1:].lstrip() if number else text
+            values, stop = decoder.raw_decode(following)
+        except json.JSONDecodeError as error:
+            # As much again as there is: a long object is not tried too often.
+            more = file.read(max(_AT_ONCE, len(text)))
+            if not more:
+                raise ValueError(f"{path}, object {number + 1}: not JSON: {error.msg}") from None
+            text += more
+            continue
+        number += 1
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}, object {number}: not a JSON object but {values!r:.60}")
+        yield Row(f"{path}, object {number}", values)
+        text = following[stop:]
+
+
+def _squad(path: Path, text: str, file: TextIO) -> Iterator[Row]:
     """A row for each paragraph: its "text", and its questions in "qas"."""
-    text = "".join(_lines(path))
     try:
-        content = json.loads(text)
+        content = json.loads(text + file.read())
         for article, one in enumerate(content["data"]):
             for place, paragraph in enumerate(one["paragraphs"]):
                 values = {"text": paragraph["context"], "qas": paragraph["qas"]}
                 yield Row(f"{path}, article {article}, paragraph {place}", values)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}: not in SQuAD's form, data > paragraphs > context and qas ({error!r}); "
-            "one object per line goes into a .jsonl"
+            f"{path}: not in SQuAD's form, data > paragraphs > context and qas ({error!r}), nor an "
+            "array of objects; one object per line goes into a .jsonl"
         ) from None
 
 

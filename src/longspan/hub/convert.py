@@ -182,6 +182,27 @@ def _recognise(name: str, config: Any) -> tuple[Family, str]:
     )
 
 
+def head_of(config: Any) -> type[LongspanPreTrainedModel] | None:
+    """The class of ours that a checkpoint of this config becomes; None if it cannot."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return None
+    head = (config.architectures or [f"{family.name}Model"])[0].removeprefix(family.name)
+    return HEADS.get((family.partial or {}).get(head, head))
+
+
+def positions_of(config: Any) -> tuple[str, int | None]:
+    """The kind of positions that a checkpoint of this config has, and how many."""
+    if config.model_type == LongspanConfig.model_type:
+        return config.position, config.longest
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return "unknown", None
+    known = family.settings(config)
+    count = known["max_position_embeddings"] - known["position_offset"]
+    return known.get("position", "learned"), count
+
+
 def load(source: str | Path) -> PreTrainedModel:
     """The transformers model in a folder or on the hub, if it can be converted.
 

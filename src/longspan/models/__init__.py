@@ -24,6 +24,7 @@ from longspan.models.heads import (
     LongspanForSequenceClassification,
     LongspanForTokenClassification,
 )
+from longspan.models.multihop import LongspanForMultihop
 from longspan.models.packing import Packing, pad, unpad
 from longspan.models.presets import explain_global
 from longspan.models.sampling import Sampler
@@ -38,6 +39,7 @@ __all__ = [
     "LongspanForConditionalGeneration",
     "LongspanForCoreference",
     "LongspanForMaskedLM",
+    "LongspanForMultihop",
     "LongspanForMultipleChoice",
     "LongspanForQuestionAnswering",
     "LongspanForSequenceClassification",

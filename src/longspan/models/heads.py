@@ -1,6 +1,6 @@
 """Heads: what a task makes of the encoder's hidden states, with transformers' losses."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,10 +154,15 @@ class LongspanForMaskedLM(_Head):
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_global_tokens: int | None = None,
+        logits_to_keep: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> LongspanMaskedLMOutput:
-        """`labels` [batch, tokens], -100 = not asked for; the rest as in `LongspanModel`."""
+        """`labels` [batch, tokens], -100 = not asked for; the rest as in `LongspanModel`.
+
+        Scores of every word for every token take much memory where few are asked for:
+        `logits_to_keep` [kept], places in each row, makes `logits` and `labels` [batch, kept, ...].
+        """
         encoded = self._encode(
             input_ids,
             global_attention_mask,
@@ -170,7 +175,10 @@ class LongspanForMaskedLM(_Head):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        logits = self.lm_head(encoded.last_hidden_state)
+        hidden = cast(Tensor, encoded.last_hidden_state)
+        if logits_to_keep is not None:
+            hidden = hidden.index_select(1, logits_to_keep)
+        logits = self.lm_head(hidden)
         loss = None if labels is None else _token_loss(logits, labels)
         return LongspanMaskedLMOutput(logits=logits, **_kept(encoded, loss))
 

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.utils.generic import ModelOutput
 
 
 @dataclass
@@ -50,4 +51,16 @@ class LongspanMultipleChoiceOutput(MultipleChoiceModelOutput):
 class LongspanSeq2SeqOutput(Seq2SeqLMOutput):
     """Attention weights are the encoder's; those of the decoder are never formed."""
 
+    global_attention_mask: Tensor | None = None
+
+
+@dataclass
+class LongspanMultihopOutput(ModelOutput):
+    """Of every token, of every document, and of the tokens that stand for parts of it."""
+
+    start_logits: Tensor | None = None
+    end_logits: Tensor | None = None
+    kind_logits: Tensor | None = None
+    paragraph_logits: Tensor | None = None
+    sentence_logits: Tensor | None = None
     global_attention_mask: Tensor | None = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from longspan.recipes import ablations, books, enwik8, finetuning, memory, rivals, tiny
+from longspan.recipes import ablations, books, enwik8, finetuning, memory, mlm, rivals, tiny
 from longspan.train.finetuning import Finetuning
 from longspan.train.recipe import Recipe, unknown
 
@@ -51,6 +51,14 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
     "coref": finetuning.coref,
     "litbank": finetuning.litbank,
     "ontonotes": finetuning.ontonotes,
+    "choice": finetuning.choice,
+    "wikihop": finetuning.wikihop,
+    "race": finetuning.race,
+    "multihop": finetuning.multihop,
+    "hotpotqa": finetuning.hotpotqa,
+    "mlm": mlm.mlm,
+    "mlm-head": mlm.head,
+    "mlm-positions": mlm.positions,
 }
 
 
@@ -64,7 +72,7 @@ def find(name: str) -> Recipe:
 def find_study(name: str) -> list[Recipe]:
     """The recipes of a study, or an error with the nearest name there is."""
     if name not in STUDIES:
-        raise ValueError(unknown(f"study {name}", name, STUDIES))
+        raise ValueError(unknown(f"study {name}", name, {*STUDIES, "positions"}))
     return [find(own) for own in STUDIES[name]]
 
 

@@ -2,13 +2,15 @@
 
 What was published without being exact is decided here: two labels are told apart by a softmax over
 two scores, where the paper has binary cross-entropy on one, which is the same model; and IMDB's
-validation examples are a twentieth of its training examples.
+validation examples are a twentieth of its training examples. Where many tokens of a document are
+global, as choices and sentences are, batches are padded: their rows cost as many scores as there
+are tokens beside them.
 """
 
 from dataclasses import replace
 
 from longspan.data.examples import Examples
-from longspan.train.finetuning import Answers, Checks, Finetuning, Mentions, Start
+from longspan.train.finetuning import Answers, Checks, Finetuning, Hops, Mentions, Start
 from longspan.train.recipe import Optimizer
 
 
@@ -115,3 +117,82 @@ def litbank() -> Finetuning:
 def ontonotes() -> Finetuning:
     """OntoNotes in CoNLL-2012's form as published, segments of 4,096; F1 78.6 in the paper."""
     return replace(coref(), name="ontonotes", learning_rate=1e-5)
+
+
+def choice() -> Finetuning:
+    """The best of given answers: --data FILE --text, --question, --choices, --answers COLUMN."""
+    return Finetuning(
+        name="choice",
+        task="choice",
+        measure="accuracy",
+        data=Examples(columns={"answers": "answer"}),
+        epochs=3.0,
+        batch=16,
+        too_long="split",
+        packed=False,
+    )
+
+
+def wikihop() -> Finetuning:
+    """WikiHop as published: --data train.json --test dev.json, accuracy; 75.0 in the paper."""
+    columns = {"text": "supports", "question": "query", "choices": "candidates"}
+    return Finetuning(
+        name="wikihop",
+        task="choice",
+        measure="accuracy",
+        data=Examples(columns={**columns, "answers": "answer"}, valid_share=0.05),
+        epochs=15.0,
+        warmup=200.0,
+        too_long="split",
+        packed=False,
+        accumulate=8,  # a question may have 50,000 tokens
+    )
+
+
+def race() -> Finetuning:
+    """RACE, four choices a question: --data FILE --test FILE with its columns, accuracy."""
+    columns = {"text": "article", "question": "questions", "choices": "options"}
+    return Finetuning(
+        name="race",
+        task="choice",
+        measure="accuracy",
+        model=Start(length=2048),
+        data=Examples(columns=columns, valid_share=0.05),
+        epochs=3.0,
+        too_long="split",
+        packed=False,
+        evaluation=Checks(batch=64),
+    )
+
+
+def multihop() -> Finetuning:
+    """Answers with evidence: --data FILE with text, question, answer, evidence as in HotpotQA."""
+    return Finetuning(
+        name="multihop",
+        task="multihop",
+        measure="joint_f1",
+        data=Examples(columns={"answers": "answer"}),
+        epochs=5.0,
+        batch=16,
+        learning_rate=5e-5,
+        too_long="split",
+        packed=False,
+    )
+
+
+def hotpotqa() -> Finetuning:
+    """HotpotQA as published, in two stages: --data FILE --test FILE; joint F1 64.4 in the paper."""
+    columns = {"text": "context", "answers": "answer", "evidence": "supporting_facts", "id": "_id"}
+    return Finetuning(
+        name="hotpotqa",
+        task="multihop",
+        measure="joint_f1",
+        data=Examples(columns=columns),
+        hops=Hops(stages=2),
+        epochs=5.0,
+        learning_rate=5e-5,
+        warmup=1000.0,
+        too_long="split",
+        packed=False,
+        evaluation=Checks(batch=16),
+    )

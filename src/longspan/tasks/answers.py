@@ -62,12 +62,16 @@ class Found(NamedTuple):
 
 
 def best_answers(
-    start: Tensor, end: Tensor, longest: int, count: int
+    start: Tensor, end: Tensor, longest: int, count: int, unit: Tensor | None = None
 ) -> list[tuple[int, int, float]]:
-    """(first, last, score) of the `count` best answers of at most `longest` tokens, out of all."""
+    """(first, last, score) of the `count` best answers of at most `longest` tokens, out of all
+    that begin and end in the same `unit`, a number for each token."""
     reach = min(longest, len(start))
     padded = torch.cat([end, end.new_full((reach - 1,), -torch.inf)])
     scores = start[:, None] + padded.unfold(0, reach, 1)  # [start, length - 1]
+    if unit is not None:
+        ends = torch.cat([unit, unit.new_full((reach - 1,), -1)]).unfold(0, reach, 1)
+        scores = scores.masked_fill(ends != unit[:, None], -torch.inf)
     found, place = scores.flatten().topk(min(count, scores.numel()))
     return [
         (at // reach, at // reach + at % reach, score)

@@ -1,7 +1,7 @@
 """What tasks on examples have in common."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,8 +9,27 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from longspan.data.tables import Row
+from longspan.tasks.documents import make_template
 from longspan.train.finetuning import Finetuning, check
 from longspan.train.recipe import Phase
+
+
+class DocumentReader:
+    """What prediction needs of a task that reads one document at a time; training builds on it."""
+
+    needs: tuple[str, ...] = ("text",)
+
+    def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        self.template = make_template(tokenizer, pair=False)
+        self.room = recipe.model.length - self.template.size
+        if self.room < 1:
+            raise ValueError(f"model.length={recipe.model.length} leaves no room for a document")
+
+    def unfold(self, row: Row) -> Iterator[Row]:
+        """What a row holds: one document."""
+        yield row
 
 
 class ExampleTask:
@@ -44,8 +63,19 @@ class ExampleTask:
         made._settle(recipe)
         return made
 
+    def before(self) -> Self | None:
+        """The task of an earlier stage, which is carried out first and then given to `take`."""
+        return None
+
+    def take(self, first: Any, model: Any) -> None:
+        """Go on from an earlier stage and its model."""
+        raise NotImplementedError
+
     def enter(self, model: PreTrainedModel, phase: Phase) -> None:
         """One phase, one set-up."""
+
+    def export(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
 
     def accompany(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)

@@ -86,6 +86,9 @@ class CharLM:
         made = cast(LongspanForCausalLM, model).generate(prompt, 200, sampler)[0]
         return bytes(made.tolist()).decode("utf8", errors="replace")
 
+    def export(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
+
     def accompany(self, folder: Path) -> None:
         """Nothing: bytes need no tokenizer."""
 

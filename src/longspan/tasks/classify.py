@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
-from longspan.tasks.base import ExampleTask, check_recipe
-from longspan.tasks.documents import collate, make_template, pieces, reach, tokenize
+from longspan.tasks.base import DocumentReader, ExampleTask, check_recipe
+from longspan.tasks.documents import collate, pieces, reach, tokenize
 from longspan.tasks.measures import label_measures
 from longspan.tasks.start import build_model, load_tokenizer
 from longspan.train.finetuning import Finetuning, planned
@@ -38,17 +38,8 @@ class Document(NamedTuple):
     target: np.ndarray  # [labels] of 0 and 1
 
 
-class Classifier:
+class Classifier(DocumentReader):
     """Texts to scores by label: what prediction needs, and training builds on."""
-
-    needs = ("text",)
-
-    def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
-        self.template = make_template(tokenizer, pair=False)
-        self.room = recipe.model.length - self.template.size
-        if self.room < 1:
-            raise ValueError(f"model.length={recipe.model.length} leaves no room for a document")
 
     def collate(self, documents: Sequence[np.ndarray]) -> dict[str, Tensor]:
         recipe = self.recipe
@@ -117,7 +108,7 @@ class Classify(Classifier, ExampleTask):
         source = check_recipe(recipe, MEASURES)
         super().__init__(recipe, load_tokenizer(source))
         self.skips = Skips()
-        examples = read_examples(recipe.data, self._understand)
+        examples = read_examples(recipe.data, self._understand, self.skips)
         self.labels = _labels(examples, recipe)
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
         self.documents = Splits(*(self._encode(split) for split in examples))

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models.coreference import Links, LongspanForCoreference
-from longspan.tasks.base import ExampleTask, check_recipe
+from longspan.tasks.base import DocumentReader, ExampleTask, check_recipe
 from longspan.tasks.coref_measures import NAMES, coref_counts, coref_measures
-from longspan.tasks.documents import Piece, collate, make_template, reach, tokenize
+from longspan.tasks.documents import Piece, collate, reach, tokenize
 from longspan.tasks.embed import Span
 from longspan.tasks.mentions import EMPTY, Clusters, Words, cuts, read_words
 from longspan.tasks.start import build_model, load_tokenizer
@@ -37,17 +37,8 @@ class Document(NamedTuple):
     last: np.ndarray  # and its last
 
 
-class Resolver:
+class Resolver(DocumentReader):
     """Documents to clusters: what prediction needs, and training builds on."""
-
-    needs = ("text",)
-
-    def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
-        self.template = make_template(tokenizer, pair=False)
-        self.room = recipe.model.length - self.template.size
-        if self.room < 1:
-            raise ValueError(f"model.length={recipe.model.length} leaves no room for a document")
 
     def encode(self, words: Sequence[Words]) -> list[Document]:
         found = []

@@ -12,11 +12,17 @@ from torch import autocast, bfloat16
 
 from longspan.models import (
     LongspanForCoreference,
+    LongspanForMaskedLM,
+    LongspanForMultihop,
     LongspanForQuestionAnswering,
     LongspanForSequenceClassification,
+    LongspanForTokenClassification,
 )
+from longspan.tasks.choice import Choice, Chooser
 from longspan.tasks.classify import Classifier, Classify
 from longspan.tasks.coref import Coref, Resolver
+from longspan.tasks.mlm import Filler, MaskedLM
+from longspan.tasks.multihop import Multihop, Reasoner
 from longspan.tasks.spans import Finder, Spans
 from longspan.train import checkpoint
 from longspan.train.finetuning import Finetuning
@@ -27,7 +33,12 @@ TASKS: dict[str, tuple[Any, Any, Any]] = {
     "classify": (Classify, Classifier, LongspanForSequenceClassification),
     "spans": (Spans, Finder, LongspanForQuestionAnswering),
     "coref": (Coref, Resolver, LongspanForCoreference),
+    "choice": (Choice, Chooser, LongspanForTokenClassification),
+    "multihop": (Multihop, Reasoner, LongspanForMultihop),
+    "mlm": (MaskedLM, Filler, LongspanForMaskedLM),
 }
+# The folder of a run's earlier stage, if it has one.
+FIRST_STAGE = "chooser"
 
 
 def make_task(recipe: Finetuning) -> Any:
@@ -40,14 +51,25 @@ def finetune(
 ) -> dict[str, Any]:
     """Train in the folder `run`, then score the test examples with the best checkpoint.
 
-    Returns and writes (`results.json`) the measures on validation and test examples.
+    A task with an earlier stage has that carried out first, in a folder within. Returns and writes
+    (`results.json`) the measures on validation and test examples.
     """
     console = console or Console()
+    first = task.before()
+    if first is not None:
+        stage = run / FIRST_STAGE
+        if not (resume and (stage / "results.json").exists()):
+            console.print(f"the first stage, into {stage}", highlight=False, soft_wrap=True)
+            finetune(first, stage, resume=resume, console=console)
+        resume = resume and (run / "recipe.json").exists()
+        model = load_model(first.recipe, _best(stage))
+        with half(first.recipe, model):
+            task.take(first, model.eval())
+        console.print(f"the second stage, into {run}", highlight=False, soft_wrap=True)
     for note in task.notes():
         console.print(note, soft_wrap=True, highlight=False, markup=False)
     train(task.recipe, task, run, resume=resume, console=console)
-    folder = checkpoint.find(run, "best")
-    assert folder is not None
+    folder = _best(run)
     model = load_model(task.recipe, folder)
     with half(task.recipe, model):
         found = {split: task.evaluate(model, split) for split in ("valid", "test")}
@@ -77,7 +99,7 @@ def finetune_seeds(
             found[seed] = checkpoint.read_json(folder / "results.json")
             continue
         console.print(f"seed {seed}, into {folder}", highlight=False, soft_wrap=True)
-        again = resume and (folder / "recipe.json").exists()
+        again = resume and any(folder.rglob("recipe.json"))  # of either stage
         own = task.again(replace(recipe, seed=seed))
         found[seed] = finetune(own, folder, resume=again, console=console)
     summary = {"seeds": sorted(found)} | {
@@ -99,6 +121,12 @@ def spread(measures: list[dict[str, float]]) -> dict[str, dict[str, float]]:
         }
         for name in measures[0]
     }
+
+
+def _best(run: Path) -> Path:
+    folder = checkpoint.find(run, "best")
+    assert folder is not None  # a run that ended has saved one
+    return folder
 
 
 def load_model(recipe: Finetuning, folder: Path) -> Any:

@@ -3,12 +3,14 @@
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import numpy as np
 
 Style = Literal["squad", "triviaqa"]
+Fact = tuple[str, int]  # a sentence of HotpotQA: the title of its paragraph, and its number there
+_WHOLE = ("yes", "no", "noanswer")
 
 
 def label_measures(
@@ -58,11 +60,18 @@ def word_f1(found: str, right: str, style: Style = "squad") -> float:
     mine, theirs = normalize(found, style).split(), normalize(right, style).split()
     if not mine or not theirs:
         return float(mine == theirs)
+    return _f1(*_overlap(mine, theirs))
+
+
+def _overlap(mine: list[str], theirs: list[str]) -> tuple[float, float]:
+    """Precision and recall of words, each as often as it occurs."""
     common = sum((Counter(mine) & Counter(theirs)).values())
-    if common == 0:
-        return 0.0
-    precision, recall = common / len(mine), common / len(theirs)
-    return 2 * precision * recall / (precision + recall)
+    return common / max(1, len(mine)), common / max(1, len(theirs))
+
+
+def _f1(precision: float, recall: float) -> float:
+    total = precision + recall
+    return 2 * precision * recall / total if total else 0.0
 
 
 def answer_scores(found: str, right: Sequence[str], style: Style = "squad") -> tuple[float, float]:
@@ -72,3 +81,28 @@ def answer_scores(found: str, right: Sequence[str], style: Style = "squad") -> t
         max(exact(found, one, style) for one in kept),
         max(word_f1(found, one, style) for one in kept),
     )
+
+
+def joint_scores(
+    found: str, right: str, facts: Collection[Fact], right_facts: Collection[Fact]
+) -> dict[str, float]:
+    """HotpotQA's measures of one question: of the answer, of the evidence, and of both together.
+
+    Joint precision and recall are products of the two. Of "yes", "no" and "noanswer" nothing is
+    right but the same word, whatever else stands beside it.
+    """
+    mine, theirs = normalize(found), normalize(right)
+    answer = _overlap(mine.split(), theirs.split())
+    if mine != theirs and not {mine, theirs}.isdisjoint(_WHOLE):
+        answer = 0.0, 0.0
+    common = len(set(facts) & set(right_facts))
+    evidence = common / max(1, len(set(facts))), common / max(1, len(set(right_facts)))
+    exact_answer, exact_facts = float(mine == theirs), float(set(facts) == set(right_facts))
+    return {
+        "exact": exact_answer,
+        "f1": _f1(*answer),
+        "evidence_exact": exact_facts,
+        "evidence_f1": _f1(*evidence),
+        "joint_exact": exact_answer * exact_facts,
+        "joint_f1": _f1(answer[0] * evidence[0], answer[1] * evidence[1]),
+    }

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from longspan.data.conll import write_conll
 from longspan.data.tables import Row, read_rows
-from longspan.tasks.finetune import TASKS, half, load_model
+from longspan.tasks.finetune import FIRST_STAGE, TASKS, half, load_model
 from longspan.tasks.mentions import read_words
 from longspan.tasks.start import load_tokenizer
 from longspan.train import checkpoint
@@ -27,6 +27,10 @@ class Pipeline:
     >>> find(contract, question="Governing Law")["answer"]
     >>> resolve = longspan.pipeline("runs/litbank")
     >>> resolve(novel)["clusters"][0]
+    >>> choose = longspan.pipeline("runs/race")
+    >>> choose(passage, question="Who laughs?", choices=["The cat.", "The dog."])["answer"]
+    >>> reason = longspan.pipeline("runs/hotpotqa")
+    >>> reason([("Rome", ["Rome is old."]), ...], question="Is Rome old?")["evidence"]
     """
 
     def __init__(
@@ -38,13 +42,20 @@ class Pipeline:
             self.recipe = replace(self.recipe, too_long=too_long)
         self.model = load_model(self.recipe, folder)
         self.task = TASKS[self.recipe.task][1](self.recipe, load_tokenizer(folder))
+        if self.recipe.hops.stages == 2:
+            first = Pipeline(run / FIRST_STAGE, which=which, too_long=too_long)
+            self.task.first = first.task, first.model
         results = run / "results.json"
         if results.exists() and self.recipe.answers.threshold is None:
             # Where training found no answer to be the better one.
             self.task.threshold = checkpoint.read_json(results)["valid"].get("threshold", 0.0)
 
-    def __call__(self, text: str, question: str | None = None) -> dict[str, Any]:
-        given = {"text": text} | ({} if question is None else {"question": question})
+    def __call__(
+        self, text: Any, question: str | None = None, choices: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """What is predicted of a text, or of what the task reads in its place."""
+        asked = {"question": question, "choices": choices}
+        given = {"text": text} | {k: v for k, v in asked.items() if v is not None}
         columns = self.recipe.data.columns
         missing = [name for name in self.task.needs if name not in given]
         if missing:
@@ -93,7 +104,8 @@ def predict_file(
     read as they are needed. A file that a kill cut short is gone on with by `resume`.
     """
     done = _done(output, resume)
-    rows = _questions(source, use.recipe.data.columns)
+    rows = (one for row in read_rows(source) for one in use.task.unfold(row))
+    name = use.recipe.data.columns.get("id", "id")
     passed = sum(1 for _ in islice(rows, done))
     if passed < done:
         raise ValueError(
@@ -103,7 +115,7 @@ def predict_file(
     with output.open("a", encoding="utf8") as file:
         while group := list(islice(rows, batch)):
             for row, found in zip(group, use.rows(group), strict=True):
-                known = {"id": row.values["id"]} if row.values.get("id") is not None else {}
+                known = {"id": row.values[name]} if row.values.get(name) is not None else {}
                 line = {"row": done, **known, **found}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 done += 1
@@ -138,21 +150,6 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
             clusters = [[mention["words"] for mention in cluster] for cluster in found]
             file.writelines(write_conll(document, clusters))
     os.replace(unfinished, output)
-
-
-def _questions(source: str | Path, columns: Mapping[str, str]) -> Iterator[Row]:
-    """Rows; one that holds several questions about its text becomes several."""
-    nested = columns.get("qas", "qas")
-    for row in read_rows(source):
-        asked = row.values.get(nested)
-        if not isinstance(asked, list):
-            yield row
-            continue
-        for place, one in enumerate(asked):
-            own = {**row.values, columns.get("question", "question"): one.get("question")}
-            number = f"{row.values.get('id', row.where)}#{place}"
-            own["id"] = one.get("id", number)
-            yield Row(f"{row.where}, question {place}", own)
 
 
 def _done(output: Path, resume: bool) -> int:

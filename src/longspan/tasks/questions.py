@@ -36,7 +36,7 @@ def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterat
         return
     nested = columns.get("qas", "qas")
     if nested in row.values:
-        asked = _decode(row, nested)
+        asked = decode(row, nested)
         if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
             raise ValueError(f"{row.where}, column {nested!r}: expected a list of questions")
         rows = [Row(f"{row.where}, question {place}", one) for place, one in enumerate(asked)]
@@ -50,12 +50,12 @@ def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterat
         if not question:
             skips.add("the question is empty", one.where)
             continue
-        given = _decode(one, names["answers"])
+        given = decode(one, names["answers"])
         answers = _answers(given, one.where)
         spans: list[Span] = []
         right: list[str] = []
         for wanted, start in answers:
-            own = _locate(text, wanted, start)
+            own = locate(text, wanted, start)
             spans += own
             if own or (start is None and wanted.strip()):
                 right.append(wanted)
@@ -69,7 +69,20 @@ def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterat
         )
 
 
-def _decode(row: Row, column: str) -> Any:
+def unfold_questions(row: Row, columns: Mapping[str, str]) -> Iterator[Row]:
+    """A row for each question about a text; one without a list of them is left as it is."""
+    nested, name = columns.get("qas", "qas"), columns.get("id", "id")
+    asked = row.values.get(nested)
+    if not isinstance(asked, list):
+        yield row
+        return
+    for place, one in enumerate(asked):
+        own = {**row.values, columns.get("question", "question"): one.get("question")}
+        own[name] = one.get("id", f"{row.values.get(name, row.where)}#{place}")
+        yield Row(f"{row.where}, question {place}", own)
+
+
+def decode(row: Row, column: str) -> Any:
     """A value; in a table of text it may be JSON."""
     value = row.get(column)
     if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
@@ -102,7 +115,7 @@ def _answers(given: Any, where: str) -> list[tuple[str, int | None]]:
     return found
 
 
-def _locate(text: str, wanted: str, start: int | None) -> list[Span]:
+def locate(text: str, wanted: str, start: int | None) -> list[Span]:
     """Where an answer stands; without a start, wherever it occurs, capitals or not."""
     if not wanted.strip():
         return []

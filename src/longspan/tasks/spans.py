@@ -20,7 +20,7 @@ from longspan.models import LongspanForQuestionAnswering
 from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure, scores
 from longspan.tasks.base import ExampleTask, check_recipe
 from longspan.tasks.documents import Tokens, collate, make_template, pieces, reach, tokenize
-from longspan.tasks.questions import Question, read_questions
+from longspan.tasks.questions import Question, read_questions, unfold_questions
 from longspan.tasks.start import build_model, load_tokenizer
 from longspan.train.finetuning import Finetuning, planned
 from longspan.train.task import Goal, Loss
@@ -46,6 +46,9 @@ class Finder:
         self.recipe, self.tokenizer = recipe, tokenizer
         self.template = make_template(tokenizer, pair=True)
         self.threshold = recipe.answers.threshold or 0.0
+
+    def unfold(self, row: Row) -> Iterator[Row]:
+        return unfold_questions(row, self.recipe.data.columns)
 
     def collate(self, asked: Sequence[Asked]) -> dict[str, Tensor]:
         """Pieces of all questions; `place` says where the scores to be compared stand, `group`
@@ -159,7 +162,7 @@ class Spans(Finder, ExampleTask):
         super().__init__(recipe, load_tokenizer(source))
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
-        self.questions = self._drop_lost(read_examples(recipe.data, self._understand))
+        self.questions = self._drop_lost(read_examples(recipe.data, self._understand, self.skips))
         self._documents: dict[str, Tokens] = {}
         self.asked = Splits(*(self._encode(split) for split in self.questions))
         self._settle(recipe)

@@ -1,18 +1,33 @@
-"""A checkpoint with a new head: what finetuning starts from."""
+"""A checkpoint with a new head, or the one it has: what training starts from."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from longspan.hub.convert import convert
+from longspan.hub.convert import convert, head_of, positions_of
 from longspan.models import LongspanConfig, LongspanModel, LongspanPreTrainedModel
+from longspan.train import checkpoint
 from longspan.train.finetuning import Start
+
+
+def find_source(source: str | Path) -> str:
+    """The checkpoint that is meant: that of a folder or hub name, or a run's best one."""
+    if (Path(source) / "recipe.json").exists():
+        folder = checkpoint.find(Path(source), "best")
+        if folder is None:
+            raise ValueError(f"{source} has no checkpoint yet")
+        return str(folder)
+    return str(source)
 
 
 def load_tokenizer(source: str | Path) -> Any:
     """The fast tokenizer beside a checkpoint: character offsets come from no other."""
+    source = find_source(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
@@ -25,21 +40,58 @@ def load_tokenizer(source: str | Path) -> Any:
     return tokenizer
 
 
+def add_tokens(tokenizer: Any, names: Sequence[str]) -> list[int]:
+    """Special tokens for a task; returns the ids of those that the tokenizer did not have."""
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([name for name in names if name not in known], special_tokens=True)
+    return tokenizer.convert_tokens_to_ids([name for name in names if name not in known])
+
+
+def has_head(source: str | Path, head: type[LongspanPreTrainedModel]) -> bool:
+    """Whether a checkpoint has a head of this class, or one that becomes it."""
+    config = AutoConfig.from_pretrained(find_source(source))
+    if config.model_type == LongspanConfig.model_type:
+        return head.__name__ in (config.architectures or [])
+    return head_of(config) is head
+
+
+def check_freeze(start: Start) -> None:
+    """Raise if nothing would be left to train."""
+    if start.freeze != "all-but-positions":
+        return
+    assert start.source is not None
+    kind, known = positions_of(AutoConfig.from_pretrained(find_source(start.source)))
+    if kind != "learned" or known is None or known >= start.length:
+        raise ValueError(
+            f"model.freeze=all-but-positions: {start.source} needs no new positions for "
+            f"{start.length:,} tokens, so that nothing would be trained"
+        )
+
+
 def build_model(
-    start: Start, head: type[LongspanPreTrainedModel], tokenizer: Any, **settings: Any
+    start: Start,
+    head: type[LongspanPreTrainedModel],
+    tokenizer: Any,
+    added: Sequence[int] = (),
+    *,
+    keep_head: bool = False,
+    **settings: Any,
 ) -> Any:
     """A model of the class `head` with the encoder of a checkpoint, in float32.
 
-    The head is new. The model may have more positions than `start.length` asks for.
+    The head is new, unless the checkpoint has it and `keep_head` is set, and so are the embeddings
+    of `added` tokens. The model may have more positions than `start.length` asks for.
     """
     assert start.source is not None
-    if AutoConfig.from_pretrained(start.source).model_type == LongspanConfig.model_type:
-        source = LongspanModel.from_pretrained(start.source, add_pooling_layer=False)
-    else:
-        source = convert(start.source, window=start.window)
+    folder = find_source(start.source)
+    kept = keep_head and has_head(folder, head)
+    source = _load(folder, start.window, head if kept else None)
     source = source.float()  # a checkpoint in half precision is still trained in float32
-    if source.config.longest is not None and source.config.longest < start.length:
+    trained = source.config.longest
+    if trained is not None and trained < start.length:
         source.extend_positions(start.length)
+    if added:
+        _embed(source, added)
     config = copy.deepcopy(source.config)
     for name, value in settings.items():
         setattr(config, name, value)
@@ -47,13 +99,18 @@ def build_model(
     if start.pooling is not None:
         config.classifier_pooling = start.pooling
     config.sep_token_id = tokenizer.sep_token_id
-    model = head(config)
-    old: Any = source.base_model
-    new: Any = model.base_model
+    model: Any = head(config)
+    old: Any = source if kept else source.base_model
+    new = model if kept else model.base_model
     weights = old.state_dict()
     new.load_state_dict({name: weights[name] for name in new.state_dict()})
+    known = 0 if trained is None else config.position_offset + trained  # rows of the table
+    if start.positions == "random" and config.position == "learned":
+        new_rows = model.base_model.embeddings.positions.weight.data[known:]
+        nn.init.normal_(new_rows, std=config.initializer_range)
     if (config.global_preset or getattr(head, "preset", None)) == "none":
         _freeze_global(model)
+    _freeze(model, start.freeze, known)
     return model
 
 
@@ -63,3 +120,43 @@ def _freeze_global(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "_global." in name:
             parameter.requires_grad_(False)
+
+
+def _embed(model: Any, ids: Sequence[int]) -> None:
+    """Random embeddings for new tokens, spread as those that are there."""
+    words = model.base_model.get_input_embeddings()
+    known = words.weight.detach()
+    size = max(len(known), max(ids) + 1)
+    table = torch.empty(size, known.shape[1]).normal_(known.mean().item(), known.std().item())
+    new = table[list(ids)]  # a copy
+    table[: len(known)] = known
+    table[list(ids)] = new
+    words.weight, words.num_embeddings = nn.Parameter(table), size
+    model.config.vocab_size = size
+
+
+def _freeze(model: Any, what: str, known: int) -> None:
+    if what == "all-but-head":
+        model.base_model.requires_grad_(False)
+    elif what == "all-but-positions":
+        table = model.base_model.embeddings.positions.weight
+        model.requires_grad_(False)
+        table.requires_grad_(True)
+        table.register_hook(lambda gradient: _without(gradient, known))
+
+
+def _load(folder: str, window: int, head: type[LongspanPreTrainedModel] | None) -> Any:
+    """A checkpoint with as many positions as it has; with a head if one is asked for."""
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type != LongspanConfig.model_type:
+        return convert(folder, max_length=positions_of(config)[1], window=window)
+    if head is not None:
+        return head.from_pretrained(folder)
+    return LongspanModel.from_pretrained(folder, add_pooling_layer=False)
+
+
+def _without(gradient: Tensor, rows: int) -> Tensor:
+    """A gradient without its first rows."""
+    kept = gradient.clone()
+    kept[:rows] = 0
+    return kept

@@ -21,6 +21,10 @@ class Start:
         global_tokens: as in `LongspanConfig.global_preset`; None leaves it to the task.
         pooling: what a document's scores come from, as in `LongspanConfig.classifier_pooling`;
             None as the checkpoint has it.
+        positions: what learned positions begin as that the checkpoint lacks: "copied" from those
+            it has, or "random", to see what copying is worth.
+        freeze: which weights stay as they are: "nothing"; "all-but-head": the encoder; or
+            "all-but-positions": everything but the positions that the checkpoint lacks.
     """
 
     source: str | None = None
@@ -28,6 +32,8 @@ class Start:
     window: int = 512
     global_tokens: Literal["none", "first", "question"] | None = None
     pooling: Literal["first", "mean"] | None = None
+    positions: Literal["copied", "random"] = "copied"
+    freeze: Literal["nothing", "all-but-head", "all-but-positions"] = "nothing"
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,40 @@ class Mentions:
 
 
 @dataclass(frozen=True)
+class Hops:
+    """How an answer is put together from several paragraphs.
+
+    Args:
+        stages: 1 reads all paragraphs. 2 trains a first model to choose some of them, in the
+            folder "chooser" of the run, and a second one that reads no others.
+        keep: paragraphs to choose, at most.
+        above: the score that a paragraph must have to be chosen; the two best are in any case.
+        weights: of the losses of answer, kind of answer, paragraphs and sentences. Longformer's
+            are unpublished.
+    """
+
+    stages: Literal[1, 2] = 1
+    keep: int = 5
+    above: float = -3.0
+    weights: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How tokens are hidden, by tasks that do.
+
+    Args:
+        share: of the tokens that a model has to find.
+        masked, random: of those, what part is replaced by the mask, and what by any word; the
+            rest is shown as it is.
+    """
+
+    share: float = 0.15
+    masked: float = 0.8
+    random: float = 0.1
+
+
+@dataclass(frozen=True)
 class Checks:
     """When and how validation examples are scored.
 
@@ -92,16 +132,20 @@ class Finetuning(Plan):
     """One run on examples.
 
     Args:
-        task: "classify": labels of documents. "spans": answers within documents. "coref": who
-            and what a document speaks of, and where.
+        task: "classify": labels of documents. "spans": answers within documents. "choice": the
+            best of given answers. "multihop": answers with their evidence, over several paragraphs.
+            "coref": who and what a document speaks of, and where. "mlm": tokens hidden in
+            documents.
         epochs: passes over the training examples.
+        updates: of the weights; 0 = as many as the epochs take.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
         too_long: what to do with a document beyond `model.length`. "refuse": stop with an error.
-            "split": read it in pieces; classification takes the mean of their scores, answers are
-            chosen among all of them, and mentions are linked across them. "head": read its
-            beginning only, and say of how many.
+            "split": read it in pieces; labels and choices take the mean of their scores, answers
+            within are chosen among all of them, and mentions are linked across them. "head": read
+            its beginning only, and say of how many.
         overlap: of neighbouring pieces, in tokens.
-        packed: documents of a batch in one row, without padding.
+        packed: documents of a batch in one row, without padding; not worth it where many tokens
+            of each are global.
         measure: which decides what checkpoint is the best.
         seed: of the head's weights, data order and dropout.
         phases: follow from all this once the examples are counted, see `planned`.
@@ -110,13 +154,16 @@ class Finetuning(Plan):
     """
 
     name: str
-    task: Literal["classify", "spans", "coref"]
+    task: Literal["classify", "spans", "choice", "multihop", "coref", "mlm"]
     measure: str
     model: Start = Start()
     data: Examples = field(default_factory=Examples)
     answers: Answers = Answers()
     mentions: Mentions = Mentions()
+    hops: Hops = Hops()
+    masking: Masking = Masking()
     epochs: float = 3.0
+    updates: int = 0
     batch: int = 32
     learning_rate: float = 3e-5
     warmup: float = 0.1
@@ -146,19 +193,27 @@ def check(recipe: Finetuning) -> None:
         value = getattr(recipe, name)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value} must be above 0")
-    for name in ("warmup", "overlap", "seed", "minutes"):
+    for name in ("updates", "warmup", "overlap", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
     for name in ("longest", "antecedents", "size", "keep"):
         if not getattr(recipe.mentions, name) > 0:
             raise ValueError(f"mentions.{name}={getattr(recipe.mentions, name)} must be above 0")
+    if recipe.hops.keep < 2:
+        raise ValueError(f"hops.keep={recipe.hops.keep}: evidence comes from two paragraphs")
     if recipe.evaluation.batch < 1:
         raise ValueError(f"evaluation.batch={recipe.evaluation.batch} must be at least 1")
+    decay = recipe.optimizer.weight_decay
+    if recipe.model.freeze == "all-but-positions" and decay > 0:
+        raise ValueError(
+            f"optimizer.weight_decay={decay} would change the positions that are to stay as they "
+            "are, since they are in one table with the new ones: set it to 0"
+        )
 
 
 def planned(recipe: Finetuning, examples: int) -> Finetuning:
     """The recipe with its steps: one phase over so many training examples."""
-    steps = max(1, math.ceil(recipe.epochs * examples / recipe.batch))
+    steps = recipe.updates or max(1, math.ceil(recipe.epochs * examples / recipe.batch))
     warmup = round(recipe.warmup * steps) if recipe.warmup < 1 else min(int(recipe.warmup), steps)
     phase = Phase(steps, recipe.model.length, recipe.batch, recipe.learning_rate, warmup)
     every = recipe.evaluation.every

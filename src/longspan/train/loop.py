@@ -282,7 +282,7 @@ def _save(
     folder = checkpoint.folder_of(run, known["step"])
     temporary = checkpoint.unfinished(folder)
     temporary.mkdir(parents=True, exist_ok=True)
-    weights = accelerator.get_state_dict(owner)
+    weights: Any = accelerator.get_state_dict(owner)
     moments = checkpoint.optimizer_tensors(owner, optimizers)
     packed = {
         f"{part}/{name}": tensor
@@ -294,7 +294,7 @@ def _save(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         plain = accelerator.unwrap_model(owner, keep_torch_compile=False)
-        plain.save_pretrained(temporary, state_dict=weights)
+        plain.save_pretrained(temporary, state_dict=task.export(weights))
         task.accompany(temporary)
         checkpoint.save_tensors(temporary / "optimizer.safetensors", moments)
         keep = {known["step"]} | ({known["best"]["step"]} if known["best"] else set())

@@ -42,8 +42,10 @@ class Optimizer:
         head_scale: the learning rate of what is new on top of an encoder, as such a multiple.
         clip: the largest norm of the gradient; 0 = any.
         schedule: what follows warm-up.
-        over: whether "cosine" and "linear" run their course within each phase, or over all.
+        over: whether "cosine", "linear" and "polynomial" run their course within each phase, or
+            over all.
         final: the fraction of the learning rate at which they end.
+        power: of the part that is left to go, for "polynomial".
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -53,9 +55,10 @@ class Optimizer:
     muon_scale: float = 1.0
     head_scale: float = 1.0
     clip: float = 0.25
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    schedule: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
     over: Literal["phase", "run"] = "phase"
     final: float = 0.0
+    power: float = 3.0
 
 
 @dataclass(frozen=True)

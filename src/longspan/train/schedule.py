@@ -24,5 +24,5 @@ def learning_rate(recipe: Plan, step: float) -> float:
     if optimizer.schedule == "cosine":
         left = (1.0 + math.cos(math.pi * done)) / 2.0
     else:
-        left = 1.0 - done
+        left = (1.0 - done) ** (optimizer.power if optimizer.schedule == "polynomial" else 1.0)
     return phase.learning_rate * (optimizer.final + (1.0 - optimizer.final) * left)

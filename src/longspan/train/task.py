@@ -56,6 +56,10 @@ class Task(Protocol):
         """Something to look at."""
         ...
 
+    def export(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds of a model's weights, by name."""
+        ...
+
     def accompany(self, folder: Path) -> None:
         """Write into a checkpoint what is needed beside the weights to use them."""
         ...

@@ -42,8 +42,12 @@ def _cuda(results: Results) -> Iterator[Claim]:
     yield _memory_claim(results, longest, "longspan", 100.0, text)
     short = replace(base, tokens=512, batch=64)
     for kind in PASSES:
-        cost = ratio(results.value(short, "longspan", kind), results.value(short, "roberta", kind))
-        yield Claim(f"512 x 64, {kind}: time over dense RoBERTa's", 1.05, cost, at_least=False)
+        # Transformers' model cannot be captured, so both are taken as launched from Python.
+        ours, theirs = (
+            results.value(short, name, kind, "eager_ms") for name in ("longspan", "roberta")
+        )
+        text = f"512 x 64, {kind}, from Python: time over dense RoBERTa's"
+        yield Claim(text, 1.05, ratio(ours, theirs), at_least=False)
     for kind in PASSES:
         yield Claim(
             f"4,096 x 8, {kind}: patched transformers Longformer's speed-up",

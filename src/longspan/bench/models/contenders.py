@@ -187,12 +187,14 @@ def _roberta(case: ModelCase, device: torch.device) -> Workload:
 
     config = RobertaConfig(**_sizes(case), type_vocab_size=1)
     model: Any = _make(config, case, device, add_pooling_layer=False, attn_implementation="sdpa")
-    # Else it looks for padding in a batch without a mask, to warn, and waits for the device.
-    model.config.pad_token_id = None
     _compile([model.embeddings, *model.encoder.layer], device)
     batch = _batch(case, device)
+    # It looks for padding in a batch without a mask, to warn.
     return _workload(
-        case, model, lambda: model(batch.ids, attention_mask=batch.mask).last_hidden_state
+        case,
+        model,
+        lambda: model(batch.ids, attention_mask=batch.mask).last_hidden_state,
+        waits=True,
     )
 
 

@@ -19,8 +19,8 @@ from longspan.ops.window.pattern import Visibility
 # where float32 products must be exact, which takes three of them.
 MOST_BYTES = 4096
 MOST_EXACT = 256
-# So many rows fill PyTorch's own matrix products; the fused kernels then win by their backward
-# pass alone.
+# So many rows that all see the same tokens fill PyTorch's own matrix products; the fused kernels
+# then win by their backward pass alone. Rows of packed documents they spare what is not their own.
 MANY_ROWS = 64
 
 
@@ -93,7 +93,7 @@ def global_attention(
     """
     _check(query, hidden, key_weight, value_weight, positions)
     _, rows, heads, head_dim = query.shape
-    chosen, late = _choose(backend, late, hidden, positions, rows * heads, head_dim)
+    chosen, late = _choose(backend, late, hidden, positions, seen, rows * heads, head_dim)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     seen = _described(hidden, seen)
     seed = dropout.new_seed(hidden.device) if dropout_p > 0 else None
@@ -140,7 +140,7 @@ def global_rows(
     inner = weight.shape[0] // 3
     _check_positions(positions, hidden)
     rows, head_dim = positions.shape[1] * heads, inner // heads
-    chosen, late = _choose(backend, None, hidden, positions, rows, head_dim)
+    chosen, late = _choose(backend, None, hidden, positions, seen, rows, head_dim)
     if chosen == "plain":
         query_weight, key_weight, value_weight = weight.split(inner)
         query_bias, _, value_bias = (None,) * 3 if bias is None else bias.split(inner)
@@ -158,18 +158,22 @@ def global_rows(
 
 
 def _choose(
-    backend: str, late: bool | None, hidden: Tensor, positions: Tensor, rows: int, head_dim: int
+    backend: str,
+    late: bool | None,
+    hidden: Tensor,
+    positions: Tensor,
+    seen: Visibility | None,
+    rows: int,
+    head_dim: int,
 ) -> tuple[str, bool]:
     """The backend's name, and whether it projects late."""
     dim = hidden.shape[2]
     if late is None:
         late = backend == "triton" or rows < dim
     dtype = _autocast(hidden) or hidden.dtype
-    if (
-        backend == "auto"
-        and rows > MANY_ROWS
-        and not (hidden.requires_grad and torch.is_grad_enabled())
-    ):
+    bounded = seen is not None and seen.start is not None
+    training = hidden.requires_grad and torch.is_grad_enabled()
+    if backend == "auto" and rows > MANY_ROWS and not bounded and not training:
         backend = "plain"
     chosen = choose(backend, BACKENDS, hidden.device, dtype, head_dim, dim, late).name
     if hidden.numel() == 0 or positions.numel() == 0:
