@@ -3,15 +3,16 @@
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from longspan.data.examples import Order, Splits
 from longspan.data.tables import Row
-from longspan.tasks.documents import make_template
-from longspan.train.finetuning import Finetuning, check
+from longspan.tasks.documents import Reach, make_template
+from longspan.train.finetuning import Finetuning, check, planned
 from longspan.train.recipe import Phase
 
 
@@ -86,6 +87,24 @@ class ExampleTask:
 
     def unpack(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> Any:
         return None
+
+
+class QuestionTask(ExampleTask):
+    """Questions, in `asked`, about texts. A subclass builds on what prediction needs of it, its
+    `reader`."""
+
+    reader: ClassVar[Any]
+    asked: Splits[Any]
+
+    def check_length(self, asked: Sequence[Any]) -> Reach:
+        """How many texts are beyond the model; an error if they are to be refused."""
+        raise NotImplementedError
+
+    def _settle(self, recipe: Finetuning) -> None:
+        self.reader.__init__(self, recipe, self.tokenizer)
+        self.reach = self.check_length([one for split in self.asked for one in split])
+        self.recipe = planned(recipe, len(self.asked.train))
+        self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
 
 
 def check_recipe(recipe: Finetuning, measures: Sequence[str]) -> str:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.data.examples import Order, Skips, Splits, read_examples
+from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForTokenClassification
-from longspan.tasks.base import ExampleTask, check_recipe
+from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.choices import Offer, read_offer, unfold_offers
-from longspan.tasks.documents import Reach, Template, collate, make_template, pieces, reach
+from longspan.tasks.documents import Reach, Template, make_template, reach, read_whole
 from longspan.tasks.documents import tokenize as tokenize_texts
 from longspan.tasks.spans import or_loss
 from longspan.tasks.start import add_tokens, build_model, load_tokenizer
-from longspan.train.finetuning import Finetuning, planned
+from longspan.train.finetuning import Finetuning
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("accuracy",)
@@ -113,23 +113,12 @@ class Chooser:
     def collate(self, asked: Sequence[Asked]) -> dict[str, Tensor]:
         """Pieces of all questions; `place` says where their [ent] tokens stand, `choice` which of
         all choices they score, `group` whose choice that is, `right` whether it is right."""
-        recipe = self.recipe
-        own = [
-            pieces(
-                one.document,
-                recipe.model.length,
-                self.template,
-                recipe.too_long,
-                recipe.overlap,
-                one.front,
-            )
-            for one in asked
-        ]
-        batch, begins = collate(
-            [piece for group in own for piece in group],
-            packed=recipe.packed,
-            pad_id=self.tokenizer.pad_token_id,
-            types=self.template.has_types,
+        own, batch, begins = read_whole(
+            [one.document for one in asked],
+            self.recipe,
+            self.template,
+            self.tokenizer.pad_token_id,
+            [one.front for one in asked],
         )
         counts = [len(one.choices) for one in asked]
         firsts = np.cumsum([0, *counts])
@@ -186,8 +175,10 @@ class Chooser:
         return made
 
 
-class Choice(Chooser, ExampleTask):
+class Choice(Chooser, QuestionTask):
     """The task of a recipe: its questions, its model, and how often it chooses rightly."""
+
+    reader = Chooser
 
     def __init__(self, recipe: Finetuning) -> None:
         source = check_recipe(recipe, MEASURES)
@@ -199,12 +190,6 @@ class Choice(Chooser, ExampleTask):
         self.offers = read_examples(recipe.data, self._understand, self.skips)
         self.asked = Splits(*(self.encode(split) for split in self.offers))
         self._settle(recipe)
-
-    def _settle(self, recipe: Finetuning) -> None:
-        Chooser.__init__(self, recipe, self.tokenizer)
-        self.reach = self.check_length([one for split in self.asked for one in split])
-        self.recipe = planned(recipe, len(self.asked.train))
-        self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
 
     def notes(self) -> list[str]:
         """What a user should know before training begins."""

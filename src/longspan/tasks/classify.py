@@ -18,7 +18,7 @@ from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
 from longspan.tasks.base import DocumentReader, ExampleTask, check_recipe
-from longspan.tasks.documents import collate, pieces, reach, tokenize
+from longspan.tasks.documents import reach, read_whole, tokenize
 from longspan.tasks.measures import label_measures
 from longspan.tasks.start import build_model, load_tokenizer
 from longspan.train.finetuning import Finetuning, planned
@@ -42,16 +42,8 @@ class Classifier(DocumentReader):
     """Texts to scores by label: what prediction needs, and training builds on."""
 
     def collate(self, documents: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        recipe = self.recipe
-        own = [
-            pieces(one, recipe.model.length, self.template, recipe.too_long, recipe.overlap)
-            for one in documents
-        ]
-        batch, _ = collate(
-            [piece for group in own for piece in group],
-            packed=recipe.packed,
-            pad_id=self.tokenizer.pad_token_id,
-        )
+        pad_id = self.tokenizer.pad_token_id
+        own, batch, _ = read_whole(documents, self.recipe, self.template, pad_id)
         counts = torch.tensor([len(group) for group in own])
         return batch | {"document": torch.arange(len(own)).repeat_interleave(counts)}
 

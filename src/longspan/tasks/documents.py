@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.tasks.embed import Span, cut
-from longspan.train.finetuning import TooLong
+from longspan.train.finetuning import Finetuning, TooLong
 
 _AT_ONCE = 64  # documents that are tokenised together
 
@@ -166,6 +166,25 @@ def _cut_at(breaks: Sequence[int], tokens: int, room: int, overlap: int) -> list
         else:
             found.append((start, stop))
     return found
+
+
+def read_whole(
+    documents: Sequence[np.ndarray],
+    recipe: Finetuning,
+    template: Template,
+    pad_id: int,
+    questions: Sequence[np.ndarray] | None = None,
+) -> tuple[list[list[Piece]], dict[str, Tensor], list[int]]:
+    """The pieces of each document as a recipe wants them, behind its question if there are any;
+    then what `collate` makes of all of them."""
+    settings = recipe.model.length, template, recipe.too_long, recipe.overlap
+    own = [
+        pieces(document, *settings, None if questions is None else questions[place])
+        for place, document in enumerate(documents)
+    ]
+    all_pieces = [piece for group in own for piece in group]
+    types = questions is not None and template.has_types
+    return own, *collate(all_pieces, packed=recipe.packed, pad_id=pad_id, types=types)
 
 
 def collate(

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers import PreTrainedModel
 
-from longspan.data.examples import Order, Skips, Splits, read_examples
+from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForMultihop
 from longspan.tasks.answers import best_answers
-from longspan.tasks.base import ExampleTask, check_recipe
+from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.documents import Reach, collate, reach
 from longspan.tasks.evidence import Found, choose_evidence, describe, facts
 from longspan.tasks.hops import KINDS, Hop, read_hop
@@ -38,7 +38,7 @@ from longspan.tasks.paragraphs import (
 )
 from longspan.tasks.spans import or_loss
 from longspan.tasks.start import add_tokens, build_model, load_tokenizer
-from longspan.train.finetuning import Finetuning, planned
+from longspan.train.finetuning import Finetuning
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("joint_f1", "joint_exact", "f1", "exact", "evidence_f1", "evidence_exact")
@@ -216,8 +216,10 @@ class Reasoner:
         return made
 
 
-class Multihop(Reasoner, ExampleTask):
+class Multihop(Reasoner, QuestionTask):
     """The task of a recipe: its questions, its model, and how well they are answered."""
+
+    reader = Reasoner
 
     def __init__(self, recipe: Finetuning) -> None:
         source = check_recipe(recipe, MEASURES)
@@ -229,12 +231,6 @@ class Multihop(Reasoner, ExampleTask):
         self.hops = read_examples(recipe.data, self._understand, self.skips)
         self.asked = Splits(*(encode(tokenizer, split) for split in self.hops))
         self._settle(recipe)
-
-    def _settle(self, recipe: Finetuning) -> None:
-        Reasoner.__init__(self, recipe, self.tokenizer)
-        self.reach = self.check_length([one for split in self.asked for one in split])
-        self.recipe = planned(recipe, len(self.asked.train))
-        self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
 
     def before(self) -> Self | None:
         if self.recipe.hops.stages == 1:

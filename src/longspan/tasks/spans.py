@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.data.examples import Order, Skips, Splits, read_examples
+from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForQuestionAnswering
 from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure, scores
-from longspan.tasks.base import ExampleTask, check_recipe
-from longspan.tasks.documents import Tokens, collate, make_template, pieces, reach, tokenize
+from longspan.tasks.base import QuestionTask, check_recipe
+from longspan.tasks.documents import Tokens, make_template, reach, read_whole, tokenize
 from longspan.tasks.questions import Question, read_questions, unfold_questions
 from longspan.tasks.start import build_model, load_tokenizer
-from longspan.train.finetuning import Finetuning, planned
+from longspan.train.finetuning import Finetuning
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("f1", "exact", "best_f1", "best_exact")
@@ -56,23 +56,12 @@ class Finder:
 
         Of each question there come first the scores for no answer, then the document's tokens.
         """
-        recipe = self.recipe
-        own = [
-            pieces(
-                one.document.ids,
-                recipe.model.length,
-                self.template,
-                recipe.too_long,
-                recipe.overlap,
-                one.question,
-            )
-            for one in asked
-        ]
-        batch, begins = collate(
-            [piece for group in own for piece in group],
-            packed=recipe.packed,
-            pad_id=self.tokenizer.pad_token_id,
-            types=self.template.has_types,
+        own, batch, begins = read_whole(
+            [one.document.ids for one in asked],
+            self.recipe,
+            self.template,
+            self.tokenizer.pad_token_id,
+            [one.question for one in asked],
         )
         place, group, right = [], [], []
         for number, (one, cuts) in enumerate(zip(asked, own, strict=True)):
@@ -154,8 +143,10 @@ class Finder:
         return found
 
 
-class Spans(Finder, ExampleTask):
+class Spans(Finder, QuestionTask):
     """The task of a recipe: its questions, its model, and how well they are answered."""
+
+    reader = Finder
 
     def __init__(self, recipe: Finetuning) -> None:
         source = check_recipe(recipe, MEASURES)
@@ -166,12 +157,6 @@ class Spans(Finder, ExampleTask):
         self._documents: dict[str, Tokens] = {}
         self.asked = Splits(*(self._encode(split) for split in self.questions))
         self._settle(recipe)
-
-    def _settle(self, recipe: Finetuning) -> None:
-        Finder.__init__(self, recipe, self.tokenizer)
-        self.reach = self.check_length([one for split in self.asked for one in split])
-        self.recipe = planned(recipe, len(self.asked.train))
-        self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
 
     def notes(self) -> list[str]:
         """What a user should know before training begins."""
