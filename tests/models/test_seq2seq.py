@@ -190,13 +190,15 @@ def test_recomputing_gives_the_same_gradients():
         torch.testing.assert_close(one, other)
 
 
-def test_layers_are_compiled():
+@pytest.mark.parametrize("how", ["layers", "model"])
+def test_it_compiles(how):
     model, ids, labels = build(), document(), target()
     wanted = model(ids, labels=labels)
     wanted.loss.backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    for part in (*model.encoder.layers, *model.decoder.layers):
+    parts = [model] if how == "model" else [*model.encoder.layers, *model.decoder.layers]
+    for part in parts:
         part.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     found = model(ids, labels=labels)
     found.loss.backward()
