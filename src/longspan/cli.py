@@ -71,11 +71,18 @@ def convert(
     destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Positions of the result; 8 times the trained ones by default."),
+        typer.Option(
+            min=1,
+            help="Positions of the result; 8 times the trained ones by default, 16 times BART's.",
+        ),
     ] = None,
     window: Annotated[
-        int, typer.Option(min=2, help="Tokens each token sees around it, half on each side.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens each token sees around it, half on each side; 512 by default, BART 1024.",
+        ),
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -85,10 +92,10 @@ def convert(
 ) -> None:
     """Make a pretrained encoder long.
 
-    BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA or ModernBERT; a Longformer comes over as
-    it is. Weights, head, labels and tokenizer are kept, learned positions are repeated. The report
-    says how far the outputs of the two models are apart on input that fits the window; there they
-    should be equal but for rounding.
+    BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA or ModernBERT, or the encoder of BART or
+    mBART; a Longformer or LED comes over as it is. Weights, head, labels and tokenizer are kept,
+    learned positions are repeated. The report says how far the outputs of the two models are apart
+    on input that fits the window; there they should be equal but for rounding.
 
     [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
     """
@@ -293,6 +300,26 @@ def lm(
     [bold]longspan bench lm --only longspan --lengths 8192[/] is the shortest look at a GPU.
     """
     _bench("lm", quick, device, dtype, threads, lengths, only or [], output, fresh)
+
+
+@bench_app.command()
+def family(
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
+    lengths: Annotated[
+        str | None, typer.Option(help="Only cases of these lengths, e.g. 4096,16384.")
+    ] = None,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
+) -> None:
+    """Time and memory of every kind of attention, in one layer, as documents get longer.
+
+    Writes [bold]family-<device>.json[/] after every point and goes on where it stopped.
+    """
+    _bench("family", quick, device, dtype, threads, lengths, only or [], output, fresh)
 
 
 def _bench(

@@ -17,7 +17,7 @@ from models.small import (
 )
 
 import longspan
-from longspan.hub.convert import _gather
+from longspan.hub.exchange import gather
 from longspan.hub.families import FAMILIES, modules
 
 CLOSE = 2e-5
@@ -63,7 +63,7 @@ def test_longformer_comes_over_as_it_is(head, lengths):
     }
     mine = {name: p.grad for name, p in ours.named_parameters(remove_duplicate=False)}
     assert all(grad is not None for grad in mine.values())
-    assert largest_difference(_gather(mine, table, theirs), mine) <= CLOSE
+    assert largest_difference(gather(mine, table, theirs), mine) <= CLOSE
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -7,7 +7,7 @@ from models.small import HEADS, batch, labels, largest_difference, modernbert, r
 
 import longspan
 from longspan.hub.checkpoint import parity
-from longspan.hub.convert import _gather
+from longspan.hub.exchange import gather
 from longspan.hub.families import FAMILIES, modules
 
 CLOSE = 2e-5
@@ -44,7 +44,7 @@ def test_it_agrees_within_the_window(head, lengths, changes):
     shared = {n: g for n, g in mine.items() if n.endswith("weight")}
     assert len(shared) >= 25
     assert all(grad is not None for grad in shared.values())
-    assert largest_difference(_gather(shared, table, theirs), shared) <= CLOSE
+    assert largest_difference(gather(shared, table, theirs), shared) <= CLOSE
 
 
 def test_every_layer_keeps_its_kind():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from tasks.tiny import tiny_checkpoint
+from tasks.tiny import tiny_checkpoint, tiny_writer
 
 from longspan.recipes import FINETUNING
 from longspan.train.finetuning import Finetuning
@@ -116,6 +116,22 @@ def documents(path: Path, count: int = 40, words: int = 30) -> Path:
     return path
 
 
+def summed(path: Path, count: int = 40, words: int = 12) -> Path:
+    """JSON lines: a cat or a dog is in the text; asked when, say which, asked why, say it twice."""
+    random = np.random.default_rng(0)
+    with path.open("w") as file:
+        for index in range(count):
+            animal, made = ["cat", "dog"][index % 2], sentence(random, words)
+            made[random.integers(words)] = animal
+            queries = [
+                {"query": "when?", "answer": f"the {animal} is in the house ."},
+                {"query": "why?", "answer": f"the {animal} and the {animal} ."},
+            ]
+            line = {"id": f"d{index}", "text": " ".join(made), "queries": queries}
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
 _DATA = {
     "classify": (labelled, "animals.csv", {"text": "body", "label": "animal"}),
     "spans": (asked, "asked.jsonl", {}),
@@ -123,6 +139,7 @@ _DATA = {
     "coref": (told, "told.jsonl", {}),
     "mlm": (documents, "documents.jsonl", {}),
     "multihop": (hopping, "hopping.jsonl", {"answers": "answer"}),
+    "summarize": (summed, "summed.jsonl", {}),
 }
 
 
@@ -130,7 +147,10 @@ def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
     """A recipe at toy size, from a tiny checkpoint; names may have __ for a dot."""
     task = FINETUNING[name]().task
     masked = task == "mlm"
-    source = tiny_checkpoint(folder / "source", masked=masked)
+    if task == "summarize":
+        source = tiny_writer(folder / "source")
+    else:
+        source = tiny_checkpoint(folder / "source", masked=masked)
     write, file, columns = _DATA[task]
     data = write(folder / file)
     settings = {
@@ -150,6 +170,8 @@ def recipe(name: str, folder: Path, **changes: Any) -> Finetuning:
     if masked:
         settings |= {"updates": 4, "warmup": 0.0, "evaluation.every": 0, "evaluation.limit": 0}
         settings |= {"model.length": 32, "model.window": 8, "save_every": 0}
+    if task == "summarize":
+        settings |= {"writing.longest": 12, "writing.beams": 2}
     made = {key.replace("__", "."): value for key, value in changes.items()}
     return change(FINETUNING[name](), settings | made)
 

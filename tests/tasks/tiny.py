@@ -7,6 +7,8 @@ import torch
 from models.small import short_sizes, spread
 from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizer
 
+from longspan import LongspanForConditionalGeneration, LongspanSeq2SeqConfig
+
 NOUNS = ["cat", "dog", "river", "house", "garden"]
 WORDS = [*NOUNS, "the", "a", "is", "was", "opens", "floods", "sleeps", "in", "and", "why", "when"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -23,6 +25,23 @@ def tiny_checkpoint(folder: Path, positions: int = 24, *, masked: bool = False) 
     spread(made).save_pretrained(folder)
     words = {word: index for index, word in enumerate(dict.fromkeys(vocabulary))}
     BertTokenizer(vocab=words, model_max_length=positions).save_pretrained(folder)
+    return folder
+
+
+def tiny_writer(folder: Path) -> Path:
+    """An encoder-decoder of ours with the same tokenizer, saved."""
+    tiny_checkpoint(folder)
+    words = len(BertTokenizer.from_pretrained(folder))
+    torch.manual_seed(0)
+    config = LongspanSeq2SeqConfig(
+        **short_sizes(vocab_size=words, max_position_embeddings=24, attention={"window": 16}),
+        decoder_positions=256,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+        decoder_start_token_id=3,
+    )
+    LongspanForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
 

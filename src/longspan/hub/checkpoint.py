@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from longspan.hub import seq2seq
 from longspan.hub.convert import convert, load
-from longspan.models import LongspanPreTrainedModel
+from longspan.models import LongspanPreTrainedModel, LongspanSeq2SeqConfig
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def convert_checkpoint(
     destination: str | Path,
     *,
     max_length: int | None = None,
-    window: int = 512,
+    window: int | None = None,
     texts: Sequence[str] = (),
 ) -> Conversion:
     """`convert`, from a folder or hub name to a folder, with the tokenizer and a parity report.
@@ -73,7 +74,7 @@ def convert_checkpoint(
         os.replace(building, destination)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    trained = theirs.config.max_position_embeddings - ours.config.position_offset
+    trained = _trained(theirs, ours)
     return Conversion(
         source=type(theirs).__name__,
         result=type(ours).__name__,
@@ -97,7 +98,7 @@ def parity(
     """Compare outputs in float32 on input that fits the window: random ids, then given texts."""
     theirs, ours = copy.deepcopy(theirs).float().eval(), copy.deepcopy(ours).float().eval()
     fits = min(_window(theirs, ours) // 2 + 1, ours.config.longest or 512)
-    fits = min(fits, theirs.config.max_position_embeddings - ours.config.position_offset)
+    fits = min(fits, _trained(theirs, ours))
     draw = torch.Generator().manual_seed(seed)
     # Ids from 10 on: special tokens have places of their own, at which heads look.
     low = min(10, ours.config.vocab_size - 1)
@@ -119,9 +120,13 @@ def _difference(
 ) -> tuple[float, float]:
     if type(ours).__name__.endswith("MultipleChoice"):
         ids = ids[:, None].expand(-1, 2, -1)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if isinstance(ours.config, LongspanSeq2SeqConfig):
+        # Any target will do, as long as both get the same.
+        given["decoder_input_ids"] = ids[:, : ours.config.decoder_positions]
     pair = []
     for model in (theirs, ours):
-        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        outputs = model(**given)
         pair.append(_tensors(outputs))
     difference = max((a - b).abs().max().item() for a, b in zip(*pair, strict=True))
     return difference, max(a.abs().max().item() for a in pair[0])
@@ -132,6 +137,13 @@ def _tensors(outputs: Any) -> list[Tensor]:
     names = ("logits", "start_logits", "end_logits", "last_hidden_state")
     found = [outputs[name] for name in names if outputs.get(name) is not None]
     return found[:-1] if len(found) > 1 and "last_hidden_state" in outputs else found
+
+
+def _trained(theirs: PreTrainedModel, ours: LongspanPreTrainedModel) -> int:
+    """The longest document theirs has positions for."""
+    if isinstance(ours.config, LongspanSeq2SeqConfig):
+        return seq2seq.positions(theirs.config)[0]
+    return theirs.config.max_position_embeddings - ours.config.position_offset
 
 
 def _window(theirs: PreTrainedModel, ours: LongspanPreTrainedModel) -> int:

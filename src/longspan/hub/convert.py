@@ -1,46 +1,62 @@
-"""Checkpoints in and out: short encoders made long, and transformers' Longformer both ways."""
+"""Checkpoints in and out: short encoders made long, and transformers' Longformer both ways.
+
+Encoder-decoders go the same ways, see `seq2seq`.
+"""
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, LongformerConfig, PreTrainedModel
 
+from longspan.hub import seq2seq
+from longspan.hub.exchange import finish, gather, inexpressible, scatter, share_global
 from longspan.hub.families import FAMILIES, HEADS, Family, modules
 from longspan.layers.position import tile_positions
-from longspan.models import LongspanConfig, LongspanPreTrainedModel
+from longspan.models import (
+    LongspanConfig,
+    LongspanForConditionalGeneration,
+    LongspanPreTrainedModel,
+    LongspanSeq2SeqConfig,
+)
 from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
 
 # The paper went from 512 positions to 4,096.
 _TIMES = 8
+_WINDOW = 512
 
 
 def convert(
-    source: PreTrainedModel | str | Path, *, max_length: int | None = None, window: int = 512
+    source: PreTrainedModel | str | Path,
+    *,
+    max_length: int | None = None,
+    window: int | None = None,
 ) -> LongspanPreTrainedModel:
     """A longspan model with the weights, the head and the labels of `source`.
 
-    A Longformer comes over as it is, windows included. BERT, RoBERTa, XLM-R, CamemBERT,
+    A Longformer or LED comes over as it is, windows included. BERT, RoBERTa, XLM-R, CamemBERT,
     DistilBERT and ELECTRA become long: each token sees `window` tokens around it, the learned
     positions are repeated, the projections of global tokens start as copies. ModernBERT keeps the
     windows of its local layers, and those that saw everything get `window`; its positions are
     rotary, so there is nothing to repeat, and global tokens share the projections of all others
-    (`WindowAttention` says why). On documents of up to window // 2 + 1 tokens the result computes
+    (`WindowAttention` says why). Of BART and mBART the encoder becomes long, as LED's did, and the
+    decoder stays what it was. On documents of up to window // 2 + 1 tokens the result computes
     what the source does; longer ones are best preceded by some finetuning. A window of twice the
     trained length keeps full attention as it was, at its quadratic cost.
 
     Args:
         source: a transformers model, a folder or the name of a model on the hub. Weights are read
             from safetensors only: a pickle can run code.
-        max_length: positions of the result; by default 8 times the trained ones, as the paper
-            has it, and for a Longformer as many as it has.
-        window: in tokens, half on each side.
+        max_length: positions of the result; by default 8 times the trained ones, for BART and
+            mBART 16 times, as the paper has it, and for a Longformer or LED as many as it has.
+        window: in tokens, half on each side; by default 512, for BART and mBART 1,024.
     """
     model = load(source) if isinstance(source, (str, Path)) else source
+    if model.config.model_type in seq2seq.FAMILIES:
+        return seq2seq.convert(model, max_length=max_length, window=window)
+    window = _WINDOW if window is None else window
     family, head = _recognise(type(model).__name__, model.config)
     config = model.config
     bare = not hasattr(model, family.prefix)
@@ -70,21 +86,24 @@ def convert(
         ours.config.sep_token_id = _separator(source)
     layers = settings["num_hidden_layers"]
     table = modules(family, layers, head, "" if bare else family.prefix)
-    weights = _gather(ours.state_dict().keys(), table, model.state_dict())
+    weights = gather(ours.state_dict().keys(), table, model.state_dict())
     for name in weights:
         if name.endswith("embeddings.positions.weight"):
             weights[name] = tile_positions(weights[name], settings["position_offset"], length)
-    _finish(ours, weights, model)
+    finish(ours, weights, model)
     return ours
 
 
 def to_transformers(model: LongspanPreTrainedModel) -> PreTrainedModel:
-    """A stock transformers Longformer with the weights of `model` and equal outputs.
+    """A stock transformers Longformer, or LED, with the weights of `model` and equal outputs.
 
-    Padding has to stand behind the text: Longformer never counts it, a model made from BERT does.
+    LED has to be given a mask of global tokens: it chooses none by itself. To Longformer, padding
+    has to stand behind the text: Longformer never counts it, a model made from BERT does.
     What a Longformer cannot express is refused: dilation, one-sided windows, rotary or sinusoidal
     positions, embeddings of another size than the hidden states, blocks or heads built otherwise.
     """
+    if isinstance(model, LongspanForConditionalGeneration):
+        return seq2seq.to_transformers(model)
     config, family = model.config, FAMILIES["longformer"]
     head = next((name for name, cls in HEADS.items() if type(model) is cls), None)
     if head is None:
@@ -118,16 +137,12 @@ def to_transformers(model: LongspanPreTrainedModel) -> PreTrainedModel:
     ours[f"{start}embeddings.positions.weight"] = torch.cat([kept, table[config.position_offset :]])
     if config.type_vocab_size == 0:
         ours[f"{start}embeddings.types.weight"] = table.new_zeros(1, table.shape[1])
-    for index, setting in enumerate(config.attention):
-        if not setting.get("separate_global", True):
-            at = f"{start}layers.{index}.attention.qkv"
-            for kind in ("weight", "bias"):
-                ours[f"{at}_global.{kind}"] = ours[f"{at}.{kind}"]
+    share_global(ours, config, start)
     names = modules(family, config.num_hidden_layers, head, "" if bare else family.prefix)
-    weights = _scatter(ours, names)
+    weights = scatter(ours, names)
     if head == "ForMaskedLM":
         weights["lm_head.bias"] = weights["lm_head.decoder.bias"]
-    _finish(theirs, weights, model)
+    finish(theirs, weights, model)
     return theirs
 
 
@@ -155,13 +170,15 @@ def _recognise(name: str, config: Any) -> tuple[Family, str]:
             return family, head
         if unusual:
             raise ValueError(f"cannot convert {name} with {' and '.join(unusual)} set")
-    if config.model_type == LongspanConfig.model_type:
+    if config.model_type in (LongspanConfig.model_type, LongspanSeq2SeqConfig.model_type):
         raise ValueError(
             f"{name} is one of longspan's already; model.extend_positions(length) makes it longer"
         )
     raise ValueError(
         f"cannot convert {name} (model_type {config.model_type!r}); supported are "
-        f"{', '.join(family.name for family in FAMILIES.values())}, each with {', '.join(HEADS)}"
+        f"{', '.join(family.name for family in FAMILIES.values())}, each with {', '.join(HEADS)}, "
+        f"and {', '.join(family.name for family in seq2seq.FAMILIES.values())} with "
+        f"{seq2seq.HEAD}"
     )
 
 
@@ -200,10 +217,13 @@ def load(source: str | Path) -> PreTrainedModel:
         raise ValueError(
             f"{source} is neither a folder here nor a model that the hub would give: {error}"
         ) from error
-    known = FAMILIES.get(config.model_type)
+    known = FAMILIES.get(config.model_type) or seq2seq.FAMILIES.get(config.model_type)
     bare = f"{known.name}Model" if known else config.model_type
     name = (config.architectures or [bare])[0]
-    _, head = _recognise(name, config)
+    if config.model_type in seq2seq.FAMILIES:
+        name, head = seq2seq.recognise(name, config), seq2seq.HEAD
+    else:
+        _, head = _recognise(name, config)
     model, info = load_weights(getattr(transformers, name).from_pretrained, source)
     missing = set(info["missing_keys"])
     if head == "Model" and any(key.startswith("pooler.") for key in missing):
@@ -258,57 +278,8 @@ def _labels(config: Any) -> dict[str, Any]:
     return given | {"eos_token_id": eos, "sep_token_id": eos if sep is None else sep}
 
 
-def _gather(
-    wanted: Any, table: Mapping[str, tuple[str, ...]], theirs: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Our weights, each joined from theirs; a bias that theirs do without is zero."""
-    weights = {}
-    for name in wanted:
-        module, _, kind = name.rpartition(".")
-        parts = table[module]
-        if kind == "bias" and f"{parts[0]}.bias" not in theirs:
-            rows = sum(theirs[f"{part}.weight"].shape[0] for part in parts)
-            weights[name] = theirs[f"{parts[0]}.weight"].new_zeros(rows)
-        else:
-            weights[name] = torch.cat([theirs[f"{part}.{kind}"] for part in parts])
-    return weights
-
-
-def _scatter(ours: Mapping[str, Tensor], table: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """Their weights, ours taken apart."""
-    weights = {}
-    for name, tensor in ours.items():
-        module, _, kind = name.rpartition(".")
-        parts = table[module]
-        for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
-            weights[f"{part}.{kind}"] = piece
-    return weights
-
-
-def _finish(made: nn.Module, weights: Mapping[str, Tensor], source: PreTrainedModel) -> None:
-    """Fill in the weights, where and as the source has them; each must be there, and fit."""
-    made.to(device=source.device, dtype=source.dtype)
-    made.load_state_dict(weights)
-    made.train(source.training)
-
-
 def _refuse_inexpressible(config: LongspanConfig, head: str) -> None:
-    reasons = []
-    for index, setting in enumerate(config.attention):
-        if setting["kind"] != "window" or not isinstance(setting["window"], int):
-            reasons.append(f"layer {index} has no symmetric window: {setting}")
-        elif setting["window"] == 0:
-            reasons.append(f"layer {index} has a window of 0")
-        if not setting.get("global_tokens", True):
-            reasons.append(f"layer {index} knows of no global tokens")
-        dilation = setting.get("dilation", 1)
-        if {dilation} != {1} if isinstance(dilation, int) else set(dilation) != {1}:
-            reasons.append(f"layer {index} is dilated: {setting}")
-    if config.position != "learned":
-        reasons.append(f"its positions are {config.position}")
-    for name, fixed in (("norm_first", False), ("gated", False), ("bias", True)):
-        if getattr(config, name) is not fixed:
-            reasons.append(f"{name} is {getattr(config, name)}")
+    reasons = inexpressible(config)
     if config.pad_token_id is None:
         reasons.append("it has no padding token, from whose id Longformer counts positions")
     if config.embedding_size != config.hidden_size:

@@ -1,5 +1,7 @@
 """What a model asks of an attention layer."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from longspan.ops.window import Visibility
@@ -16,6 +18,10 @@ class AttentionLayer(nn.Module):
     """
 
     needs_positions = False  # of the global tokens; a compiled model must know how many there are
+
+    def share(self, before: "Sequence[AttentionLayer]") -> None:
+        """Take from the model's layers before this one what is to be shared with them; called
+        once, when a model is built. What another layer owns is not registered here again."""
 
     def map(
         self,

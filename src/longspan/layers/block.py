@@ -16,6 +16,7 @@ class Block(nn.Module):
         dim, hidden_dim: of the tokens, and inside the feed-forward part.
         activation: of the feed-forward part.
         dropout: on what is added to the residual.
+        inner_dropout: behind the activation.
         norm_first: norms stand before attention and feed-forward (ModernBERT), not behind the
             residuals (BERT). The hidden states then leave without a norm.
         normed: with `norm_first`, what comes in is normed already, so attention takes it as it is.
@@ -32,6 +33,7 @@ class Block(nn.Module):
         activation: Callable[[Tensor], Tensor],
         norm_eps: float = 1e-12,
         dropout: float = 0.0,
+        inner_dropout: float = 0.0,
         norm_first: bool = False,
         normed: bool = False,
         gated: bool = False,
@@ -50,6 +52,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden_dim, dim, bias=bias)
         self.feed_forward_norm = nn.LayerNorm(dim, eps=norm_eps, bias=bias)
         self.dropout = nn.Dropout(dropout)
+        self.inner_dropout = nn.Dropout(inner_dropout)
 
     def forward(
         self,
@@ -74,6 +77,6 @@ class Block(nn.Module):
     def _feed(self, hidden: Tensor) -> Tensor:
         up = self.up(hidden)
         if not self.gated:
-            return self.down(self.activation(up))
+            return self.down(self.inner_dropout(self.activation(up)))
         inner, gate = up.chunk(2, dim=-1)
-        return self.down(self.activation(inner) * gate)
+        return self.down(self.inner_dropout(self.activation(inner) * gate))

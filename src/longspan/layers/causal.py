@@ -192,7 +192,7 @@ class CausalWindow(CausalAttention):
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         if self.rotary:
-            query, key = rotate(query, key, position=_places(hidden, first), base=self.base)
+            query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
         if isinstance(state, Ring):
             return Attended(self._write_on(query, state, state.put(first, key, value)), state)
         known = Cache.join(state, key, value)
@@ -260,7 +260,7 @@ class CausalFull(CausalAttention):
         query, key, value = self.project(hidden)
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
-        query, key = rotate(query, key, position=_places(hidden, first), base=self.base)
+        query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
         known = Cache.join(state, key, value)
         if state is None:
             out = scaled_dot_product_attention(
@@ -281,6 +281,6 @@ def _check_left(left: int) -> int:
     return left
 
 
-def _places(hidden: Tensor, first: int) -> Tensor:
+def token_places(hidden: Tensor, first: int) -> Tensor:
     """[1, tokens] float64: where tokens stand in a text of which `first` were read before."""
     return torch.arange(hidden.shape[1], device=hidden.device, dtype=torch.float64)[None] + first

@@ -3,14 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
+from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
+from longspan.layers.bigbird import BigBirdAttention
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
+from longspan.layers.linformer import LinformerAttention
+from longspan.layers.performer import CausalPerformer, PerformerAttention
+from longspan.layers.poolingformer import PoolingformerAttention
+from longspan.layers.sparse import SparseAttention
 from longspan.layers.window import WindowAttention
 from longspan.layers.xl import XLAttention
 
 ATTENTION: dict[str, type[AttentionLayer]] = {
     "window": WindowAttention,
+    "linformer": LinformerAttention,
+    "performer": PerformerAttention,
+    "bigbird": BigBirdAttention,
+    "poolingformer": PoolingformerAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -18,7 +28,17 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "full": CausalFull,
     "xl": XLAttention,
     "compressive": CompressiveAttention,
+    "performer": CausalPerformer,
+    "sparse": SparseAttention,
+    "adaptive_span": AdaptiveSpanAttention,
 }
+# Why a kind that one side knows is not for the other.
+_NOT_CAUSAL = {
+    "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
+    "bigbird": "its random blocks lie on both sides, and are others for another length",
+    "poolingformer": "its windows and pools reach to both sides",
+}
+_CAUSAL_ONLY = "it reads text in one direction"
 
 
 def build_attention(
@@ -46,7 +66,12 @@ def _build(
     options = dict(shared) | dict(setting)
     kind = options.pop("kind", "window")
     if kind not in known:
-        raise ValueError(f"attention kind {kind!r} is unknown; choose from {', '.join(known)}")
+        why = "is unknown"
+        if kind in ATTENTION:
+            why = f"is for encoders alone: {_NOT_CAUSAL[kind]}"
+        elif kind in CAUSAL_ATTENTION:
+            why = f"is for decoders alone: {_CAUSAL_ONLY}"
+        raise ValueError(f"attention kind {kind!r} {why}; choose from {', '.join(known)}")
     try:
         return known[kind](dim, heads, **options)
     except TypeError as error:

@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -27,12 +28,15 @@ from longspan.models.multihop import LongspanForMultihop
 from longspan.models.packing import Packing, pad, unpad
 from longspan.models.presets import explain_global
 from longspan.models.sampling import Sampler
+from longspan.models.seq2seq import LongspanForConditionalGeneration
+from longspan.models.seq2seq_config import LongspanSeq2SeqConfig
 
 __all__ = [
     "DecoderState",
     "LongspanConfig",
     "LongspanDecoderConfig",
     "LongspanForCausalLM",
+    "LongspanForConditionalGeneration",
     "LongspanForCoreference",
     "LongspanForMaskedLM",
     "LongspanForMultihop",
@@ -42,6 +46,7 @@ __all__ = [
     "LongspanForTokenClassification",
     "LongspanModel",
     "LongspanPreTrainedModel",
+    "LongspanSeq2SeqConfig",
     "Packing",
     "Sampler",
     "explain_global",
@@ -59,3 +64,6 @@ AutoModelForTokenClassification.register(LongspanConfig, LongspanForTokenClassif
 
 AutoConfig.register("longspan_decoder", LongspanDecoderConfig)
 AutoModelForCausalLM.register(LongspanDecoderConfig, LongspanForCausalLM)
+
+AutoConfig.register("longspan_seq2seq", LongspanSeq2SeqConfig)
+AutoModelForSeq2SeqLM.register(LongspanSeq2SeqConfig, LongspanForConditionalGeneration)

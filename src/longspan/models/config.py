@@ -37,6 +37,10 @@ class LongspanConfig(PreTrainedConfig):
             separators that end the question); None leaves it to the task.
         norm_first, gated, bias: of the blocks, see `Block`; without `bias` neither they nor the
             heads have any but behind their last layer. With `norm_first` a last norm follows.
+        first_norm: with `norm_first`, the first layer too has a norm before its attention, though
+            the embeddings are normed (mBART); ModernBERT has none there.
+        embedding_scale: multiply words by sqrt(hidden_size), as mBART does.
+        activation_dropout: inside the feed-forward part.
         pooler: whether the bare model has BERT's pooler on its first token.
         lm_act, classifier_act: inside the heads for masked tokens and for whole documents.
         classifier_norm: every head begins with a layer, `classifier_act` and a norm, as ModernBERT
@@ -58,6 +62,7 @@ class LongspanConfig(PreTrainedConfig):
     embedding_size: int | None = None
     attention: Any = None
     norm_first: bool = False
+    first_norm: bool = False
     gated: bool = False
     bias: bool = True
     hidden_act: str = "gelu"
@@ -67,11 +72,13 @@ class LongspanConfig(PreTrainedConfig):
     classifier_pooling: str = "first"
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
+    activation_dropout: float = 0.0
     classifier_dropout: float | None = None
     position: str = "learned"
     max_position_embeddings: int = 4098
     position_offset: int = 2
     type_vocab_size: int = 1
+    embedding_scale: bool = False
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     max_global_tokens: int | None = None
@@ -111,7 +118,12 @@ class LongspanConfig(PreTrainedConfig):
         for name in ("hidden_act", "lm_act", "classifier_act"):
             if getattr(self, name) not in ACT2FN:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not an activation")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+        for name in (
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "activation_dropout",
+            "classifier_dropout",
+        ):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
         for name, known in (("position", POSITIONS), ("classifier_pooling", POOLING)):

@@ -1,6 +1,7 @@
 """The encoder: ids to hidden states, any length, padded or packed."""
 
-from typing import Any, cast
+import math
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,18 @@ from longspan.ops.window.api import check_masks
 class Embeddings(nn.Module):
     """Words, and positions and token types where there are any, added and normalised."""
 
-    def __init__(self, config: LongspanConfig) -> None:
+    def __init__(self, config: LongspanConfig, rows: int | None = None) -> None:
+        """`rows` of the learned table, if not those the config has for an encoder."""
         super().__init__()
         size = config.embedding_size
         assert size is not None  # the config fills it in
+        self.scale = math.sqrt(config.hidden_size) if config.embedding_scale else None
         self.words = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
         self.positions = None
         if config.position == "learned":
             last_reserved = config.position_offset - 1 if config.position_offset else None
-            self.positions = nn.Embedding(
-                config.max_position_embeddings, size, padding_idx=last_reserved
-            )
+            rows = rows or config.max_position_embeddings
+            self.positions = nn.Embedding(rows, size, padding_idx=last_reserved)
         types = config.type_vocab_size
         self.types = nn.Embedding(types, size) if types else None
         self.sinusoidal = config.position == "sinusoidal"
@@ -52,7 +54,13 @@ class Embeddings(nn.Module):
         if size != config.hidden_size:
             self.project = nn.Linear(size, config.hidden_size, bias=config.bias)
 
-    def forward(self, words: Tensor, position_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+    def look_up(self, input_ids: Tensor) -> Tensor:
+        words = self.words(input_ids)
+        return words if self.scale is None else words * self.scale
+
+    def forward(
+        self, words: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
         hidden = words
         if self.positions is not None:
             hidden = hidden + self.positions(position_ids)
@@ -115,6 +123,8 @@ class LongspanPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class declares it)
     # Losses are means over the batch; Trainer scales them when it accumulates gradients.
     accepts_loss_kwargs = False
+    # Whether a checkpoint may lack all but the encoder: a head for a task begins anew.
+    head_may_be_new: ClassVar[bool] = True
 
     @classmethod
     def from_pretrained(
@@ -136,7 +146,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
             (
                 name
                 for name in info["missing_keys"]
-                if (cls is LongspanModel or name.startswith(prefix)) and "pooler." not in name
+                if (name.startswith(prefix) or not cls.head_may_be_new) and "pooler." not in name
             ),
         )
         refuse_surplus(source, cls.__name__, info["unexpected_keys"])
@@ -181,6 +191,8 @@ class LongspanModel(LongspanPreTrainedModel):
         add_pooling_layer: None follows the config.
     """
 
+    head_may_be_new = False
+
     def __init__(self, config: LongspanConfig, add_pooling_layer: bool | None = None) -> None:
         super().__init__(config)
         self.embeddings = Embeddings(config)
@@ -192,13 +204,17 @@ class LongspanModel(LongspanPreTrainedModel):
                 activation=ACT2FN[config.hidden_act],
                 norm_eps=config.layer_norm_eps,
                 dropout=config.hidden_dropout_prob,
+                inner_dropout=config.activation_dropout,
                 norm_first=config.norm_first,
-                normed=layer == 0,  # by the embeddings
+                normed=layer == 0 and not config.first_norm,  # by the embeddings
                 gated=config.gated,
                 bias=config.bias,
             )
             for layer, setting in enumerate(config.attention)
         )
+        attention = [block.attention for block in cast("list[Block]", self.layers)]
+        for layer, one in enumerate(attention):
+            one.share(attention[:layer])
         self.norm = None
         if config.norm_first:
             self.norm = nn.LayerNorm(
@@ -264,7 +280,7 @@ class LongspanModel(LongspanPreTrainedModel):
         else:
             check_positions(self.config, position_ids)
 
-        words = given if input_ids is None else self.embeddings.words(input_ids)
+        words = given if input_ids is None else self.embeddings.look_up(input_ids)
         hidden = self.embeddings(words, position_ids, token_type_ids)
         about = seen, places, position_ids
         states, maps = (hidden,), ()

@@ -8,6 +8,7 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
@@ -43,6 +44,13 @@ class LongspanTokenClassifierOutput(TokenClassifierOutput):
 
 @dataclass
 class LongspanMultipleChoiceOutput(MultipleChoiceModelOutput):
+    global_attention_mask: Tensor | None = None
+
+
+@dataclass
+class LongspanSeq2SeqOutput(Seq2SeqLMOutput):
+    """Attention weights are the encoder's; those of the decoder are never formed."""
+
     global_attention_mask: Tensor | None = None
 
 

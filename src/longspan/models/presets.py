@@ -23,11 +23,12 @@ def choose_global(
     input_ids: Tensor | None = None,
     sep_token_id: int | None = None,
     cu_seqlens: Tensor | None = None,
+    attention_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, int | None]:
     """A mask [batch, tokens] for tokens shaped [batch, tokens, ...] like `like`, and how many
     global tokens a row has at most, where that is known without looking.
 
-    - "first": the first token of each document.
+    - "first": the first token of each document, by the `attention_mask` if there is one.
     - "question": every token before the first separator, as question answering has it.
     - "candidates": every token behind the two separators that end the question.
     - "none": no token.
@@ -42,6 +43,9 @@ def choose_global(
     first = (place == start) & (stop > 0)
     documents = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if preset == "first":
+        if attention_mask is not None:
+            real = attention_mask != 0
+            first = real & (real.cumsum(dim=1) == 1)
         return first, documents
     if preset not in PRESETS:
         raise ValueError(f"global_preset={preset!r} is unknown; choose from {', '.join(PRESETS)}")

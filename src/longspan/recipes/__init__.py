@@ -2,7 +2,17 @@
 
 from collections.abc import Callable
 
-from longspan.recipes import ablations, books, enwik8, finetuning, memory, mlm, rivals, tiny
+from longspan.recipes import (
+    ablations,
+    books,
+    enwik8,
+    finetuning,
+    memory,
+    mlm,
+    rivals,
+    summaries,
+    tiny,
+)
 from longspan.train.finetuning import Finetuning
 from longspan.train.recipe import Recipe, unknown
 
@@ -59,6 +69,8 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
     "mlm": mlm.mlm,
     "mlm-head": mlm.head,
     "mlm-positions": mlm.positions,
+    "summarize": summaries.summarize,
+    "arxiv": summaries.arxiv,
 }
 
 

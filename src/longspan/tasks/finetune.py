@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import autocast, bfloat16
 
 from longspan.models import (
+    LongspanForConditionalGeneration,
     LongspanForCoreference,
     LongspanForMaskedLM,
     LongspanForMultihop,
@@ -24,6 +25,7 @@ from longspan.tasks.coref import Coref, Resolver
 from longspan.tasks.mlm import Filler, MaskedLM
 from longspan.tasks.multihop import Multihop, Reasoner
 from longspan.tasks.spans import Finder, Spans
+from longspan.tasks.summarize import Summarize, Summarizer
 from longspan.train import checkpoint
 from longspan.train.finetuning import Finetuning
 from longspan.train.loop import train
@@ -36,6 +38,7 @@ TASKS: dict[str, tuple[Any, Any, Any]] = {
     "choice": (Choice, Chooser, LongspanForTokenClassification),
     "multihop": (Multihop, Reasoner, LongspanForMultihop),
     "mlm": (MaskedLM, Filler, LongspanForMaskedLM),
+    "summarize": (Summarize, Summarizer, LongspanForConditionalGeneration),
 }
 # The folder of a run's earlier stage, if it has one.
 FIRST_STAGE = "chooser"

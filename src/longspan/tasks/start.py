@@ -9,8 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
+from longspan.hub import seq2seq
 from longspan.hub.convert import convert, head_of, positions_of
-from longspan.models import LongspanConfig, LongspanModel, LongspanPreTrainedModel
+from longspan.models import (
+    LongspanConfig,
+    LongspanForConditionalGeneration,
+    LongspanModel,
+    LongspanPreTrainedModel,
+    LongspanSeq2SeqConfig,
+)
 from longspan.train import checkpoint
 from longspan.train.finetuning import Start
 
@@ -114,6 +121,50 @@ def build_model(
     return model
 
 
+def build_writer(
+    start: Start, tokenizer: Any, ends: Sequence[int], longest: int, **settings: Any
+) -> Any:
+    """An encoder-decoder from a checkpoint, in float32, for texts of up to `longest` tokens.
+
+    It stops writing at the token it knows for that, or at the last of `ends`, those that stand
+    behind a text, if that is none of them. The model may have more positions than `start.length`
+    asks for.
+    """
+    assert start.source is not None
+    if start.positions != "copied" or start.freeze != "nothing" or start.pooling is not None:
+        raise ValueError(
+            "model.positions, model.freeze and model.pooling are not for models that write"
+        )
+    folder = find_source(start.source)
+    kind = AutoConfig.from_pretrained(folder).model_type
+    if kind == LongspanSeq2SeqConfig.model_type:
+        model = LongspanForConditionalGeneration.from_pretrained(folder)
+    elif kind in seq2seq.FAMILIES:
+        model = convert(folder, window=start.window)
+    else:
+        known = ", ".join(family.name for family in seq2seq.FAMILIES.values())
+        raise ValueError(f"{folder} ({kind}) has no decoder: give one of {known}, or of longspan's")
+    model = model.float()
+    config = model.config
+    if config.longest is not None and config.longest < start.length:
+        model.extend_positions(start.length)
+    if longest > config.decoder_positions:
+        raise ValueError(
+            f"writing.longest={longest}, but the decoder of {folder} has positions for "
+            f"{config.decoder_positions}"
+        )
+    for name, value in settings.items():
+        setattr(config, name, value)
+    # LED makes no token global by itself; whoever trains on documents wants one.
+    config.global_preset = start.global_tokens or "first"
+    config.sep_token_id = tokenizer.sep_token_id
+    if config.eos_token_id not in ends:
+        config.eos_token_id = model.generation_config.eos_token_id = ends[-1]
+    if config.global_preset == "none":
+        _freeze_global(model)
+    return model
+
+
 def _freeze_global(model: Any) -> None:
     """Projections of global tokens where there are none: they would wait for a gradient in vain,
     and so would other processes, and a resumed run for what the optimiser knows of them."""
@@ -148,6 +199,11 @@ def _freeze(model: Any, what: str, known: int) -> None:
 def _load(folder: str, window: int, head: type[LongspanPreTrainedModel] | None) -> Any:
     """A checkpoint with as many positions as it has; with a head if one is asked for."""
     config = AutoConfig.from_pretrained(folder)
+    if config.model_type in (LongspanSeq2SeqConfig.model_type, *seq2seq.FAMILIES):
+        raise ValueError(
+            f"{folder} ({config.model_type}) is an encoder-decoder, with which longspan train "
+            "summarize goes on; this task needs an encoder"
+        )
     if config.model_type != LongspanConfig.model_type:
         return convert(folder, max_length=positions_of(config)[1], window=window)
     if head is not None:

@@ -113,6 +113,26 @@ class Masking:
 
 
 @dataclass(frozen=True)
+class Writing:
+    """How texts are learned and written, by the task that does.
+
+    Args:
+        longest: of a text, in tokens, special ones included; the decoder must have positions for
+            as many.
+        smoothing: how much of the loss asks for all words alike.
+        beams: that are searched; 1 takes the likeliest word every time.
+        length_penalty: above 0 favours long texts, below 0 short ones.
+        no_repeat: so many words in a row are not written twice; 0 allows it.
+    """
+
+    longest: int = 256
+    smoothing: float = 0.1
+    beams: int = 4
+    length_penalty: float = 1.0
+    no_repeat: int = 0
+
+
+@dataclass(frozen=True)
 class Checks:
     """When and how validation examples are scored.
 
@@ -135,7 +155,7 @@ class Finetuning(Plan):
         task: "classify": labels of documents. "spans": answers within documents. "choice": the
             best of given answers. "multihop": answers with their evidence, over several paragraphs.
             "coref": who and what a document speaks of, and where. "mlm": tokens hidden in
-            documents.
+            documents. "summarize": texts about documents.
         epochs: passes over the training examples.
         updates: of the weights; 0 = as many as the epochs take.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
@@ -154,7 +174,7 @@ class Finetuning(Plan):
     """
 
     name: str
-    task: Literal["classify", "spans", "choice", "multihop", "coref", "mlm"]
+    task: Literal["classify", "spans", "choice", "multihop", "coref", "mlm", "summarize"]
     measure: str
     model: Start = Start()
     data: Examples = field(default_factory=Examples)
@@ -162,6 +182,7 @@ class Finetuning(Plan):
     mentions: Mentions = Mentions()
     hops: Hops = Hops()
     masking: Masking = Masking()
+    writing: Writing = Writing()
     epochs: float = 3.0
     updates: int = 0
     batch: int = 32
@@ -201,6 +222,11 @@ def check(recipe: Finetuning) -> None:
             raise ValueError(f"mentions.{name}={getattr(recipe.mentions, name)} must be above 0")
     if recipe.hops.keep < 2:
         raise ValueError(f"hops.keep={recipe.hops.keep}: evidence comes from two paragraphs")
+    for name in ("longest", "beams"):
+        if getattr(recipe.writing, name) < 1:
+            raise ValueError(f"writing.{name}={getattr(recipe.writing, name)} must be at least 1")
+    if not 0.0 <= recipe.writing.smoothing < 1.0:
+        raise ValueError(f"writing.smoothing={recipe.writing.smoothing} must be in [0, 1)")
     if recipe.evaluation.batch < 1:
         raise ValueError(f"evaluation.batch={recipe.evaluation.batch} must be at least 1")
     decay = recipe.optimizer.weight_decay

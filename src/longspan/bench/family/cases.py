@@ -1,0 +1,54 @@
+"""What is measured of the family: one layer at many lengths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from longspan.bench.benchmark import Case, Job
+
+
+@dataclass(frozen=True)
+class FamilyCase(Case):
+    """One document for a self-attention layer with its projections.
+
+    `reach` is what each mechanism looks at for a token, in its own terms: keys of a window, rank,
+    features, keys in blocks.
+    """
+
+    hidden: int = 768
+    heads: int = 12
+    reach: int = 512
+    causal: bool = False
+
+    def __str__(self) -> str:
+        return f"{'decoder' if self.causal else 'encoder'}, {self.tokens:,} tokens"
+
+    def small(self) -> "FamilyCase":
+        return replace(self, tokens=64, hidden=32, heads=2, reach=16)
+
+
+ENCODERS = ("window", "linformer", "performer", "bigbird", "poolingformer", "dense")
+DECODERS = (
+    *("causal-window", "causal-performer", "sparse-strided", "sparse-fixed"),
+    *("adaptive-span", "causal-dense"),
+)
+
+
+def suite(
+    *, device: str, dtype: str, quick: bool = False, lengths: Sequence[int] | None = None
+) -> list[Job]:
+    """The jobs of one run, of them those at `lengths` where given."""
+    base = FamilyCase(tokens=0, dtype=dtype)
+    if quick:
+        base = replace(base, hidden=128, heads=2, reach=128)
+        known = (512, 1024, 2048)
+    elif device == "cuda":
+        known = (4096, 16_384, 65_536, 262_144)
+    else:
+        base = replace(base, hidden=128, heads=2)
+        known = (2048, 4096, 8192, 16_384)
+    return [
+        Job(replace(base, tokens=n, causal=causal), contenders)
+        for n in known
+        if lengths is None or n in lengths
+        for causal, contenders in ((False, ENCODERS), (True, DECODERS))
+    ]

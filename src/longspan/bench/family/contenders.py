@@ -1,0 +1,113 @@
+"""Who is measured: a layer of each kind, set up to look at about as much for every token."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from longspan.bench.benchmark import Contenders, Workload
+from longspan.bench.family.cases import DECODERS, FamilyCase
+from longspan.layers.registry import build_attention, build_causal_attention
+
+
+class Mechanism(NamedTuple):
+    label: str
+    setting: Callable[[FamilyCase], dict[str, Any]]  # empty: dense attention
+    waits: bool = False  # is not captured as a CUDA graph
+
+
+def _root(case: FamilyCase) -> int:
+    return round(case.tokens**0.5)
+
+
+# What is computed again in the backward pass asks for the generator's state, random blocks are
+# drawn on the host and a longest span is read back: none of that can be captured.
+MECHANISMS = {
+    "window": Mechanism("window", lambda c: {"window": c.reach, "global_tokens": False}),
+    "linformer": Mechanism(
+        "Linformer",
+        lambda c: {"kind": "linformer", "length": c.tokens, "rank": min(c.tokens, c.reach // 2)},
+    ),
+    "performer": Mechanism("Performer", lambda c: {"kind": "performer", "features": c.reach // 2}),
+    "bigbird": Mechanism(
+        "BigBird", lambda c: {"kind": "bigbird", "block": c.reach // 8}, waits=True
+    ),
+    "poolingformer": Mechanism(
+        "Poolingformer",
+        lambda c: {
+            "kind": "poolingformer",
+            "window": c.reach // 2,
+            "pooled_window": 2 * c.reach,
+        },
+        waits=True,
+    ),
+    "dense": Mechanism("dense, SDPA", lambda c: {}),
+    "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
+    "causal-performer": Mechanism(
+        "Performer", lambda c: {"kind": "performer", "features": c.reach // 2}
+    ),
+    "sparse-strided": Mechanism(
+        "sparse, strided", lambda c: {"kind": "sparse", "stride": _root(c)}
+    ),
+    "sparse-fixed": Mechanism(
+        "sparse, fixed",
+        lambda c: {
+            "kind": "sparse",
+            "stride": _root(c),
+            "pattern": "fixed",
+            "summary": max(1, _root(c) // 8),
+        },
+        waits=True,
+    ),
+    "adaptive-span": Mechanism(
+        "adaptive span",
+        lambda c: {"kind": "adaptive_span", "longest": c.reach, "start": 1.0},
+        waits=True,
+    ),
+    "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
+}
+
+
+class Dense(nn.Module):
+    """Every token sees all others, through PyTorch's fused attention."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        stacked = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
+        query, key, value = (t.transpose(1, 2) for t in stacked.unbind(2))
+        return scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def _build(name: str, case: FamilyCase, device: torch.device) -> Workload:
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    causal, setting = name in DECODERS, MECHANISMS[name].setting(case)
+    if not setting:
+        layer: nn.Module = Dense(case.hidden, case.heads)
+    else:
+        make = build_causal_attention if causal else build_attention
+        layer = make(case.hidden, case.heads, setting)
+    layer = layer.to(device, dtype).eval()
+    hidden = torch.randn(case.batch, case.tokens, case.hidden, device=device, dtype=dtype)
+
+    def forward() -> Tensor:
+        done = layer(hidden)
+        return done.out if causal else done  # decoders' layers return their state beside it
+
+    weights = list(layer.parameters())
+    resident = sum(weight.numel() * weight.element_size() for weight in weights)
+    output = torch.empty_like(hidden)
+    return Workload(forward, [hidden, *weights], output, resident, MECHANISMS[name].waits)
+
+
+CONTENDERS = Contenders()
+for _name, _mechanism in MECHANISMS.items():
+    # A partial, as it travels to the process that measures memory.
+    CONTENDERS.register(_name, _mechanism.label)(partial(_build, _name))

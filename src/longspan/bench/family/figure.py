@@ -1,0 +1,79 @@
+"""The figure of the family, drawn from a results file alone."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from longspan.bench import drawing
+from longspan.bench.benchmark import OUT_OF_MEMORY
+from longspan.bench.family.cases import DECODERS, ENCODERS
+from longspan.bench.family.contenders import CONTENDERS
+from longspan.bench.labels import End, label_ends
+from longspan.bench.store import Results
+
+# By label, so that what is for encoders and for decoders looks the same in both.
+COLOURS = {
+    "window": "#0072B2",
+    "Performer": "#D55E00",
+    "Linformer": "#009E73",
+    "BigBird": "#CC79A7",
+    "Poolingformer": "#E69F00",
+    "sparse, strided": "#009E73",
+    "sparse, fixed": "#CC79A7",
+    "adaptive span": "#E69F00",
+    "dense, SDPA": "#555555",
+}
+KIND = "forward+backward"
+
+
+def draw(results: Results, stem: Path) -> list[Path]:
+    """Draw what there is data for; `stem` is the path without its ending."""
+    with drawing.look():
+        return drawing.save({"": _figure(results)}, stem)
+
+
+def _figure(results: Results) -> Figure | None:
+    """Time and memory of training against length, encoders above, decoders below."""
+    lengths = sorted({case.tokens for case, _, _ in results.points})
+    if len(lengths) < 2:
+        return None
+    figure = Figure(figsize=(9.6, 7.0))
+    panels = figure.subplots(2, 2)
+    ends: list[list[End]] = []
+    for row, causal, names in ((0, False, ENCODERS), (1, True, DECODERS)):
+        cases = sorted(
+            {case for case, _, _ in results.points if case.causal == causal},
+            key=lambda case: case.tokens,
+        )
+        for axes, quantity in zip(panels[row], ("ms", "mib"), strict=True):
+            axes.set_yscale("log")
+            its_ends = []
+            for name in names:
+                label = CONTENDERS[name].label
+                colour = COLOURS[label]
+                values = [(c.tokens, results.value(c, name, KIND, quantity)) for c in cases]
+                line = [(n, value) for n, value in values if value is not None]
+                if not line:
+                    continue
+                points = [(case.tokens, results.get(case, name, KIND)) for case in cases]
+                failed = [n for n, point in points if point and point.error == OUT_OF_MEMORY]
+                end = drawing.plot_line(axes, line, failed, colour)
+                its_ends.append(drawing.name_end(end, label, colour))
+            ends.append(its_ends)
+            whose = "Decoder" if causal else "Encoder"
+            what = "time" if quantity == "ms" else "peak memory"
+            axes.set(title=f"{whose} layer, training: {what}", xlabel="tokens")
+            drawing.length_axis(axes, lengths)
+            axes.yaxis.set_minor_locator(NullLocator())
+            if quantity == "ms":
+                axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: drawing.duration(y)))
+            else:
+                drawing.memory_axis(axes)
+    figure.tight_layout(w_pad=3.0)
+    for axes, its_ends in zip(panels.flatten(), ends, strict=True):
+        label_ends(axes, its_ends)
+    size = next(case for case, _, _ in results.points)
+    drawing.footer(figure, results, f"{size.heads} heads of {size.hidden // size.heads}")
+    return figure

@@ -1,0 +1,93 @@
+"""Adaptive span: every head learns how far back it looks, and pays for it."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from longspan.layers.causal import Attended, Cache, CausalAttention, token_places
+from longspan.layers.position import rotate
+from longspan.ops.listed import listed_attention
+
+
+class AdaptiveSpanAttention(CausalAttention):
+    """Weights beyond a head's span fade out over `ramp` tokens to nothing:
+
+        m(x) = clamp((ramp + z - x) / ramp, 0, 1),   x: tokens back,   z: the head's span
+
+    multiplies the exponentials of the scores before they are made to sum to one. Spans are
+    learned; their mean, as a share of `longest`, times `cost` is added to the loss. No more is
+    computed than the longest span of any head asks for, which is read back from the device.
+
+    Args:
+        longest: tokens back, at most.
+        ramp: tokens.
+        start: of the spans, as a share of the longest.
+        cost: of a mean span as long as `longest`.
+        base: of the rotary angles.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        longest: int,
+        *,
+        ramp: int = 32,
+        start: float = 0.0,
+        cost: float = 4e-3,
+        base: float = 10000.0,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        if longest < 0 or ramp < 1:
+            raise ValueError(f"longest={longest} must not be negative, ramp={ramp} at least 1")
+        if not 0.0 <= start <= 1.0 or cost < 0:
+            raise ValueError(f"start={start} must be from 0 to 1, cost={cost} not negative")
+        if (dim // heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        self.longest, self.ramp, self.cost, self.base = longest, ramp, cost, base
+        self.share = nn.Parameter(torch.full((heads,), start))
+
+    def spans(self) -> Tensor:
+        """[heads]: z, in tokens. What is learned may leave its range; a gradient leads it back."""
+        share = self.share
+        return (share + (share.clamp(0.0, 1.0) - share).detach()) * self.longest
+
+    @property
+    def reach(self) -> int:
+        """How many tokens back any head sees."""
+        if torch.compiler.is_compiling():
+            return self.longest
+        # At a distance of ramp + z the weight is 0.
+        ends = float(self.spans().detach().max()) + self.ramp
+        return min(self.longest, math.ceil(ends) - 1)
+
+    def forward(
+        self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
+    ) -> Attended:
+        query, key, value = self.project(hidden)
+        query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        known = Cache.join(state, key, value)
+        reach, spans = self.reach, self.spans()
+        tokens = known.key.shape[1]
+        before = tokens - query.shape[1]
+        size = max(1, min(max(128, reach), 512, query.shape[1]))
+        start = torch.arange(before, tokens, size, device=hidden.device)[:, None]
+        listed = start + torch.arange(-reach, size, device=hidden.device)
+        listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)[None, None]
+
+        def fading(place: Tensor, keys: Tensor) -> Tensor:
+            distance = place + before - keys
+            left = (self.ramp + spans[:, None, None, None] - distance) / self.ramp
+            seen = (distance >= 0) & (distance <= reach) & (left > 0)
+            # Where nothing is left the logarithm must not be asked for, not even for a gradient.
+            return torch.where(seen, left.clamp(max=1.0), 1.0).log().masked_fill(~seen, -torch.inf)
+
+        out = listed_attention(
+            query, known.key, known.value, listed, fading, size=size, dropout_p=self.dropout_p
+        )
+        loss = self.cost * spans.mean() / max(1, self.longest) if self.training else None
+        # The longest possible is kept, as spans may have grown when it is read.
+        return Attended(out.flatten(2), known.last(self.longest) if keep_state else None, loss)

@@ -1,0 +1,138 @@
+"""What the layers share whose attention is defined over one document, from its first token on."""
+
+import torch
+from torch import Tensor, nn
+
+from longspan.layers.base import AttentionLayer
+from longspan.layers.position import rotate
+from longspan.ops.window import Visibility
+
+
+class DocumentAttention(AttentionLayer):
+    """[batch, tokens, dim] -> [batch, tokens, dim], before the output projection.
+
+    A mechanism that cuts its input into blocks, or has weights for places in it, has to be told
+    where a document begins. Here rows are shifted so that each begins with its document, wherever
+    its padding is, and the documents of a packed row are attended one after the other; so each is
+    read as if it were alone. A single row with a mask may be packed: its description is read back,
+    which on a GPU waits for it and cannot be compiled.
+
+    Args:
+        dim, heads: model size; head_dim = dim / heads.
+        dropout: on the attention weights, while training.
+        rotary: turn queries and keys by their positions, with this base; None leaves positions to
+            the model.
+        bias: of the projections.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        dropout: float = 0.0,
+        rotary: float | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+        if rotary is not None and (rotary <= 0 or dim // heads % 2):
+            raise ValueError(
+                f"rotary={rotary} must be above 0, and the head size, here {dim // heads}, even"
+            )
+        self.heads, self.head_dim = heads, dim // heads
+        self.dropout, self.rotary = dropout, rotary
+        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
+
+    def attend(
+        self,
+        hidden: Tensor,
+        *,
+        valid: Tensor | None,
+        chosen: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """[batch, tokens, dim] of rows that each begin with their document: `valid` marks its
+        tokens, `chosen` the global ones [batch, tokens]; None = all, none. What stands in the rows
+        of padding does not matter."""
+        raise NotImplementedError
+
+    @property
+    def dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def project(
+        self, hidden: Tensor, position_ids: Tensor | None, project: nn.Linear | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [batch, tokens, heads, head_dim], rotated if they are to be."""
+        project = self.qkv if project is None else project
+        query, key, value = project(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        if self.rotary is not None:
+            if position_ids is None:
+                position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            query, key = rotate(query, key, position=position_ids, base=self.rotary)
+        return query, key, value
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        seen: Visibility | None = None,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionLayer`; `seen` is None for rows without padding."""
+        seen = Visibility() if seen is None else seen
+        valid, chosen = seen.valid(), seen.is_global()
+        if seen.start is None or valid is None:
+            return self.attend(hidden, valid=None, chosen=chosen, position_ids=position_ids)
+        if hidden.shape[0] == 1:
+            return self._one_by_one(hidden, seen, valid, chosen, position_ids)
+        # Row i begins with its document if it is read from place first[i] on, then from 0 on.
+        tokens = hidden.shape[1]
+        place = torch.arange(tokens, device=hidden.device)
+        first = seen.start.amax(dim=1, keepdim=True)
+        there, back = (place + first) % tokens, (place - first) % tokens
+        out = self.attend(
+            _take(hidden, there),
+            valid=_take(valid, there),
+            chosen=None if chosen is None else _take(chosen, there),
+            position_ids=None
+            if position_ids is None
+            else _take(position_ids.expand(valid.shape), there),
+        )
+        return _take(out, back).masked_fill(~valid[..., None], 0.0)
+
+    def _one_by_one(
+        self,
+        hidden: Tensor,
+        seen: Visibility,
+        valid: Tensor,
+        chosen: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        assert seen.start is not None
+        assert seen.stop is not None
+        bounds = torch.stack((seen.start[0], seen.stop[0]), dim=1)[valid[0]]
+        parts, done = [], 0
+        for begin, end in torch.unique_consecutive(bounds, dim=0).tolist():
+            parts.append(torch.zeros_like(hidden[:, done:begin]))
+            own = slice(begin, end)
+            part = self.attend(
+                hidden[:, own],
+                valid=valid[:, own],
+                chosen=None if chosen is None else chosen[:, own],
+                position_ids=None if position_ids is None else position_ids[:, own],
+            )
+            parts.append(part.masked_fill(~valid[:, own, None], 0.0))
+            done = end
+        parts.append(torch.zeros_like(hidden[:, done:]))
+        return torch.cat(parts, dim=1)
+
+
+def _take(tensor: Tensor, at: Tensor) -> Tensor:
+    """[batch, tokens, ...] at places [batch, tokens]."""
+    if tensor.dim() == 3:
+        at = at[..., None].expand(-1, -1, tensor.shape[2])
+    return tensor.gather(1, at)

@@ -1,0 +1,163 @@
+"""Performer: softmax attention estimated from random features, in linear time."""
+
+import torch
+from torch import Tensor, nn
+
+from longspan.layers.causal import Attended, CausalAttention, token_places
+from longspan.layers.document import DocumentAttention
+from longspan.layers.position import rotate
+from longspan.ops.linear import (
+    KERNELS,
+    Sums,
+    causal_linear_attention,
+    draw_features,
+    linear_attention,
+)
+
+
+class RandomFeatures(nn.Module):
+    """The random vectors of a layer: a buffer that is saved with the weights.
+
+    Args:
+        features: how many; None for as many as `kernel` needs without any ("elu").
+        orthogonal: those of a block at right angles, which lowers the variance.
+        fresh: new ones for every call while training, so that a model does not learn to rely on
+            these. They follow torch's generator, as dropout does; nothing is changed by a call.
+    """
+
+    def __init__(
+        self, features: int, head_dim: int, *, kernel: str, orthogonal: bool, fresh: bool
+    ) -> None:
+        super().__init__()
+        if kernel not in KERNELS:
+            raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(KERNELS)}")
+        if features < 1:
+            raise ValueError(f"features={features} must be at least 1")
+        self.orthogonal = orthogonal
+        self.fresh = fresh and kernel != "elu"
+        self.projection: Tensor | None
+        drawn = None
+        if kernel != "elu":
+            drawn = draw_features(features, head_dim, orthogonal=orthogonal)
+        self.register_buffer("projection", drawn)
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Other vectors from now on. Sums of the old ones mean nothing to them."""
+        if self.projection is not None:
+            self.projection.copy_(self._draw(self.projection, generator))
+
+    def forward(self) -> Tensor | None:
+        if self.projection is None or not (self.fresh and self.training):
+            return self.projection
+        return self._draw(self.projection)
+
+    def _draw(self, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        made = draw_features(
+            *like.shape,
+            orthogonal=self.orthogonal,
+            generator=generator,
+            device=like.device if generator is None else generator.device,
+        )
+        return made.to(like)
+
+
+class PerformerAttention(DocumentAttention):
+    """Every token sees its whole document, so global tokens change nothing.
+
+    Args:
+        features: random vectors per head, shared by all heads; more estimate better.
+        kernel: "softmax", an estimate of softmax attention; "relu" and "elu" are kernels of their
+            own, see `linear_attention`.
+        orthogonal, fresh: see `RandomFeatures`.
+        eps: see `linear_attention`.
+        dropout: on what comes out of each head, as there are no weights to drop.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        features: int = 256,
+        kernel: str = "softmax",
+        orthogonal: bool = True,
+        fresh: bool = False,
+        eps: float = 1e-6,
+        dropout: float = 0.0,
+        rotary: float | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, rotary=rotary, bias=bias)
+        self.kernel, self.eps = kernel, eps
+        self.features = RandomFeatures(
+            features, self.head_dim, kernel=kernel, orthogonal=orthogonal, fresh=fresh
+        )
+
+    def attend(
+        self,
+        hidden: Tensor,
+        *,
+        valid: Tensor | None,
+        chosen: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        out = linear_attention(
+            *self.project(hidden, position_ids),
+            self.features(),
+            kernel=self.kernel,
+            valid=valid,
+            eps=self.eps,
+        )
+        return nn.functional.dropout(out, self.dropout, self.training).flatten(2)
+
+
+class CausalPerformer(CausalAttention):
+    """Every token sees all before it, through sums that do not grow with the text.
+
+    Args:
+        features, kernel, orthogonal, fresh, dropout: see `PerformerAttention`. With `fresh`
+            vectors a text cannot be trained on in pieces that know of each other.
+        position: "rotary" or "none".
+        base: of the rotary angles.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        features: int = 256,
+        kernel: str = "softmax",
+        orthogonal: bool = True,
+        fresh: bool = False,
+        position: str = "rotary",
+        base: float = 10000.0,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        if position not in ("rotary", "none"):
+            raise ValueError(f"position={position!r}: choose from rotary, none")
+        if position == "rotary" and (dim // heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        self.kernel, self.rotary, self.base = kernel, position == "rotary", base
+        self.features = RandomFeatures(
+            features, dim // heads, kernel=kernel, orthogonal=orthogonal, fresh=fresh
+        )
+
+    def forward(
+        self, hidden: Tensor, first: int = 0, state: Sums | None = None, keep_state: bool = False
+    ) -> Attended:
+        if self.training and self.features.fresh and (keep_state or state is not None):
+            raise ValueError(
+                "fresh=True draws other features for every piece of a text, and a state is made "
+                "of the old ones: train without state, or with fresh=False"
+            )
+        query, key, value = self.project(hidden)
+        if self.rotary:
+            query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        out, after = causal_linear_attention(
+            *(query, key, value), self.features(), kernel=self.kernel, before=state
+        )
+        out = nn.functional.dropout(out, self.dropout, self.training)
+        return Attended(out.flatten(2), after if keep_state else None)

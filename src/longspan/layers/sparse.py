@@ -1,0 +1,106 @@
+"""The Sparse Transformer's two patterns: what is near, and a sample of all that is further back."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longspan.layers.causal import Attended, Cache, CausalAttention, token_places
+from longspan.layers.position import rotate
+from longspan.ops.listed import listed_attention
+from longspan.ops.relative import banded_attention
+from longspan.ops.window import window_attention
+
+PATTERNS = ("strided", "fixed")
+
+
+class SparseAttention(CausalAttention):
+    """With a stride near the root of the text's length, time is of the order n * sqrt(n).
+
+    "strided": half of the heads see the last `stride` tokens, the other half every `stride`-th
+    token back to the beginning, from the query on. "fixed": every head sees the tokens of its own
+    block of `stride` up to itself, and the last `summary` tokens of every block before.
+
+    The state holds all keys and values, as any of them may still be seen.
+
+    Args:
+        stride: tokens.
+        pattern: "strided" or "fixed".
+        summary: for "fixed".
+        base: of the rotary angles.
+        backend: of `window_attention`, which serves "strided" where nothing is cached.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        stride: int,
+        *,
+        pattern: str = "strided",
+        summary: int = 32,
+        base: float = 10000.0,
+        dropout: float = 0.0,
+        bias: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        if pattern not in PATTERNS:
+            raise ValueError(f"pattern={pattern!r} is unknown; choose from {', '.join(PATTERNS)}")
+        if stride < 1:
+            raise ValueError(f"stride={stride} must be at least 1 token")
+        if pattern == "strided" and heads < 2:
+            raise ValueError("the strided pattern needs two heads: one sees near, one far")
+        if pattern == "fixed" and not 1 <= summary <= stride:
+            raise ValueError(f"summary={summary} must be from 1 to stride={stride}")
+        if (dim // heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        self.stride, self.pattern, self.summary = stride, pattern, summary
+        self.base, self.backend = base, backend
+
+    def forward(
+        self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
+    ) -> Attended:
+        query, key, value = self.project(hidden)
+        query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        known = Cache.join(state, key, value)
+        attend = self._strided if self.pattern == "strided" else self._fixed
+        out = attend(query, *known).flatten(2)
+        return Attended(out, known.last(None) if keep_state else None)
+
+    def _strided(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        near = self.heads - self.heads // 2
+        back = -(-key.shape[1] // self.stride)
+        parts = []
+        for heads, left, step in (
+            (slice(0, near), self.stride - 1, 1),
+            (slice(near, None), back, self.stride),
+        ):
+            tensors = [t[:, :, heads] for t in (query, key, value)]
+            about = {"dilation": step, "dropout_p": self.dropout_p}
+            if query.shape[1] == key.shape[1]:
+                about |= {"window": (left, 0), "backend": self.backend}
+                parts.append(window_attention(*tensors, **about))
+            else:
+                parts.append(banded_attention(*tensors, left=left, **about))
+        return torch.cat(parts, dim=2)
+
+    def _fixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        size, tokens = self.stride, key.shape[1]
+        first = tokens - query.shape[1]
+        # Queries are filled up at the front to the beginning of their block.
+        begun = first % size
+        query = pad(query, (0, 0, 0, 0, begun, 0))
+        block = torch.arange(first // size, -(-tokens // size), device=key.device)
+        own = block[:, None] * size + torch.arange(size, device=key.device)
+        back = torch.arange(size - self.summary, size, device=key.device)
+        before = torch.arange(int(tokens // size), device=key.device)[:, None] * size + back
+        before = torch.where(before.flatten() < block[:, None] * size, before.flatten(), -1)
+        listed = torch.cat((torch.where(own < tokens, own, -1), before), 1)[None, None]
+        out = listed_attention(
+            *(query, key, value),
+            listed,
+            lambda place, keys: keys <= place + (first - begun),
+            size=size,
+            dropout_p=self.dropout_p,
+        )
+        return out[:, begun:]

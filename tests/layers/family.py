@@ -1,0 +1,86 @@
+"""A small setting of every mechanism of the family, and what the tests of each of them share."""
+
+from typing import Any
+
+import torch
+
+from longspan.layers.registry import build_attention, build_causal_attention
+
+DIM, HEADS = 24, 3
+
+# Each of them approximates or restricts softmax attention in its own way; none has positions.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "linformer": {"kind": "linformer", "length": 64, "rank": 8},
+    "linformer-pool": {"kind": "linformer", "length": 64, "rank": 8, "reduction": "pool"},
+    "linformer-convolution": {
+        "kind": "linformer",
+        "length": 64,
+        "rank": 8,
+        "reduction": "convolution",
+        "sharing": "none",
+    },
+    "performer": {"kind": "performer", "features": 20},
+    "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu"},
+    "performer-elu": {"kind": "performer", "kernel": "elu"},
+    "bigbird": {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
+    "bigbird-plain": {"kind": "bigbird", "block": 3, "window": 1, "random": 0, "global_blocks": 0},
+    "poolingformer": {
+        "kind": "poolingformer",
+        "window": 4,
+        "pooled_window": 20,
+        "kernel": 3,
+        "stride": 2,
+    },
+    "poolingformer-max": {
+        "kind": "poolingformer",
+        "window": 4,
+        "pooled_window": (6, 9),
+        "pool": "max",
+        "mix": True,
+    },
+    "poolingformer-mean": {
+        "kind": "poolingformer",
+        "window": 4,
+        "pooled_window": 20,
+        "pool": "mean",
+        "share_weights": True,
+    },
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    "performer": {"kind": "performer", "features": 20},
+    "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu", "position": "none"},
+    "performer-elu": {"kind": "performer", "kernel": "elu"},
+    "sparse-strided": {"kind": "sparse", "stride": 5},
+    "sparse-fixed": {"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2},
+    "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
+}
+
+
+def encoder_layer(setting: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    made = build_attention(DIM, HEADS, setting)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made.to(dtype).eval()
+
+
+def causal_layer(setting: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    made = build_causal_attention(DIM, HEADS, setting, bias=False)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made.to(dtype).eval()
+
+
+def states(batch: int, tokens: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(batch, tokens, DIM, dtype=torch.float64).to(dtype)
+
+
+def heads_of(made: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value [batch, heads, tokens, head_dim] of a layer without rotation."""
+    return [t.transpose(1, 2) for t in made.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)]
+
+
+def joined(out: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, tokens, head_dim] -> [batch, tokens, dim]."""
+    return out.transpose(1, 2).flatten(2)

@@ -1,0 +1,68 @@
+"""BigBird: against a mask written out block by block."""
+
+from typing import Any
+
+import pytest
+import torch
+from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
+
+import longspan
+from longspan.ops import visibility
+from longspan.ops.listed import random_blocks
+
+SETTING = {"kind": "bigbird", "block": 4, "window": 3, "random": 2, "global_blocks": 1}
+
+
+def mask(tokens, chosen=()):
+    """[heads, tokens, tokens]: who sees whom."""
+    blocks = -(-tokens // 4)
+    picked = random_blocks(torch.tensor([blocks]), blocks, HEADS, 2, 1, 0)[0].tolist()
+    seen = torch.zeros(HEADS, tokens, tokens, dtype=torch.bool)
+    for head in range(HEADS):
+        for i in range(tokens):
+            for j in range(tokens):
+                near = abs(i // 4 - j // 4) <= 1
+                some = j // 4 in picked[head][i // 4]
+                everywhere = min(i, j) < 4 or i in chosen or j in chosen
+                seen[head, i, j] = near or some or everywhere
+    return seen
+
+
+@pytest.mark.parametrize("tokens", [3, 30, 45])
+@pytest.mark.parametrize("chosen", [(), (2, 21)])
+def test_the_mask_written_out(tokens, chosen):
+    made, hidden = encoder_layer(SETTING), states(2, tokens)
+    chosen = [one for one in chosen if one < tokens]
+    global_mask = torch.zeros(2, tokens, dtype=torch.long)
+    global_mask[:, chosen] = 1
+    seen = visibility(hidden, global_mask=global_mask) if chosen else None
+    query, key, value = heads_of(made, hidden)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~mask(tokens, chosen), -torch.inf).softmax(-1)
+    torch.testing.assert_close(made(hidden, seen=seen), joined(weights @ value))
+
+
+def test_layers_draw_different_blocks():
+    config = longspan.LongspanConfig(
+        vocab_size=30,
+        hidden_size=DIM,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        intermediate_size=32,
+        attention=SETTING,
+    )
+    blocks: Any = longspan.LongspanModel(config).layers
+    assert [block.attention.number for block in blocks] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 2}, "window=2 blocks must be an odd number"),
+        ({"block": 0}, "block=0 must be at least 1"),
+        ({"random": -1}, "random=-1"),
+    ],
+)
+def test_a_wrong_setting_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        encoder_layer({**SETTING, **change})

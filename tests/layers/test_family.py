@@ -1,0 +1,230 @@
+"""What every mechanism of the family promises: masks, lengths, documents, dtypes, models."""
+
+import pytest
+import torch
+from layers.family import (
+    DECODERS,
+    DIM,
+    ENCODERS,
+    HEADS,
+    causal_layer,
+    encoder_layer,
+    states,
+)
+
+import longspan
+from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
+from longspan.ops import visibility
+
+exactly = {"rtol": 0, "atol": 1e-10}
+every_encoder = pytest.mark.parametrize("kind", ENCODERS)
+
+
+@every_encoder
+@pytest.mark.parametrize("rotary", [None, 100.0])
+def test_padding_changes_nothing_wherever_it_is(kind, rotary):
+    """Documents alone, padded at the right, at the left and on both sides, give the same."""
+    made = encoder_layer({**ENCODERS[kind], "rotary": rotary})
+    document = states(1, 37)
+    alone = made(document)
+    for left, right in ((0, 13), (13, 0), (6, 5)):
+        row = torch.cat((states(1, left), document, states(1, right)), dim=1)
+        hidden = torch.cat((row, states(1, row.shape[1])))
+        mask = torch.ones(hidden.shape[:2], dtype=torch.long)
+        mask[0, :left] = mask[0, left + 37 :] = 0
+        places = torch.arange(row.shape[1]).repeat(2, 1)
+        places[0] -= left
+        seen = visibility(hidden, attention_mask=mask)
+        out = made(hidden, seen=seen, position_ids=places)
+        torch.testing.assert_close(out[:1, left : left + 37], alone, **exactly)
+        assert not out[mask == 0].any()
+
+
+@every_encoder
+def test_a_row_of_padding_alone_is_zero(kind):
+    made, hidden = encoder_layer(ENCODERS[kind]), states(2, 21).requires_grad_()
+    mask = torch.ones(2, 21, dtype=torch.long)
+    mask[1] = 0
+    out = made(hidden, seen=visibility(hidden, attention_mask=mask))
+    assert not out[1].any()
+    out.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+    assert not hidden.grad[1].any()
+
+
+@every_encoder
+def test_packed_documents_are_read_as_if_alone(kind):
+    made, hidden = encoder_layer({**ENCODERS[kind], "rotary": 100.0}), states(1, 60)
+    seen = visibility(hidden, cu_seqlens=torch.tensor([0, 17, 17, 18, 60]))
+    apart = [made(hidden[:, a:b]) for a, b in ((0, 17), (17, 18), (18, 60))]
+    torch.testing.assert_close(made(hidden, seen=seen), torch.cat(apart, dim=1), **exactly)
+
+
+@every_encoder
+def test_a_hole_is_not_seen(kind):
+    made, hidden = encoder_layer(ENCODERS[kind]), states(2, 30)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[:, 11:14] = 0
+    other = hidden.clone()
+    other[:, 11:14] = 5.0
+    seen = visibility(hidden, attention_mask=mask)
+    torch.testing.assert_close(made(hidden, seen=seen), made(other, seen=seen), **exactly)
+
+
+@every_encoder
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 31, 64])
+def test_any_length(kind, tokens):
+    made, hidden = encoder_layer(ENCODERS[kind]), states(2, tokens).requires_grad_()
+    out = made(hidden)
+    assert out.shape == (2, tokens, DIM)
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+@every_encoder
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_stays_close(kind, dtype):
+    made, hidden = encoder_layer(ENCODERS[kind]), states(2, 33)
+    wanted = made(hidden)
+    found = made.to(dtype)(hidden.to(dtype))
+    assert found.dtype == dtype
+    # Rounding of inputs and of a layer's own steps: a few ulps of the largest value.
+    far = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    assert float((found.double() - wanted).abs().max()) < far
+
+
+@every_encoder
+def test_gradients(kind):
+    made, hidden = encoder_layer(ENCODERS[kind]), states(1, 9).requires_grad_()
+    assert torch.autograd.gradcheck(made, (hidden,))
+
+
+@every_encoder
+def test_a_model_of_it_learns_and_is_saved(kind, tmp_path):
+    torch.manual_seed(0)
+    config = longspan.LongspanConfig(
+        vocab_size=30,
+        hidden_size=DIM,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=32,
+        max_position_embeddings=66,
+        attention=ENCODERS[kind],
+    )
+    model = longspan.LongspanForMaskedLM(config)
+    ids = torch.randint(3, 30, (2, 25))
+    model(ids, labels=ids).loss.backward()
+    unused = [name for name, p in model.named_parameters() if p.grad is None]
+    assert not unused
+    model.eval().save_pretrained(tmp_path)
+    again = longspan.LongspanForMaskedLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+every_decoder = pytest.mark.parametrize("kind", DECODERS)
+
+
+@every_decoder
+@pytest.mark.parametrize("sizes", [1, 7, [30, 1, 9]])
+def test_a_text_in_pieces_is_the_text(kind, sizes):
+    made, hidden = causal_layer(DECODERS[kind]), states(2, 40)
+    state, first, out = None, 0, []
+    for piece in hidden.split(sizes, dim=1):
+        done = made(piece, first, state, keep_state=True)
+        state, first = done.state, first + piece.shape[1]
+        out.append(done.out)
+    torch.testing.assert_close(torch.cat(out, 1), made(hidden).out, **exactly)
+
+
+@every_decoder
+@torch.no_grad()
+@pytest.mark.parametrize("at", [0, 11, 39])
+def test_no_token_sees_the_future(kind, at):
+    made, hidden = causal_layer(DECODERS[kind]), states(1, 40)
+    other = hidden.clone()
+    other[:, at] += 1.0
+    change = (made(hidden).out - made(other).out).abs().amax(-1)[0]
+    assert float(change[:at].max() if at else 0.0) < 1e-12
+    assert float(change[at]) > 1e-6
+
+
+@every_decoder
+@pytest.mark.parametrize("tokens", [1, 2, 130, 257])
+def test_any_length_of_text(kind, tokens):
+    made, hidden = causal_layer(DECODERS[kind], torch.float32), states(1, tokens, torch.float32)
+    hidden.requires_grad_()
+    out = made(hidden).out
+    out.square().sum().backward()
+    assert out.shape == hidden.shape
+    assert out.isfinite().all()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+@every_decoder
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_stays_close_causally(kind, dtype):
+    made, hidden = causal_layer(DECODERS[kind]), states(2, 33)
+    wanted = made(hidden).out
+    found = made.to(dtype)(hidden.to(dtype)).out
+    assert found.dtype == dtype
+    far = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    assert float((found.double() - wanted).abs().max()) < far
+
+
+@every_decoder
+def test_causal_gradients(kind):
+    made, hidden = causal_layer(DECODERS[kind]), states(1, 9).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: made(x).out, (hidden,))
+
+
+@every_decoder
+def test_a_language_model_of_it_writes(kind, tmp_path):
+    """Token by token, from its state, what it would write reading everything anew."""
+    torch.manual_seed(0)
+    config = longspan.LongspanDecoderConfig(
+        vocab_size=30,
+        hidden_size=DIM,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=32,
+        attention=DECODERS[kind],
+    )
+    model = longspan.LongspanForCausalLM(config)
+    ids = torch.randint(0, 30, (2, 13))
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    written = model.eval().generate(ids, 9)
+    again = ids
+    for _ in range(9):
+        again = torch.cat((again, model(again).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(written, again)
+    model.save_pretrained(tmp_path)
+    loaded = longspan.LongspanForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded.generate(ids, 9), written)
+
+
+def test_every_kind_has_a_small_setting():
+    assert {one["kind"] for one in ENCODERS.values()} == set(ATTENTION) - {"window"}
+    others = {"window", "full", "xl", "compressive"}
+    assert {one["kind"] for one in DECODERS.values()} == set(CAUSAL_ATTENTION) - others
+
+
+@pytest.mark.parametrize("kind", sorted(set(ATTENTION) - set(CAUSAL_ATTENTION)))
+def test_a_decoder_says_why_it_cannot(kind):
+    with pytest.raises(ValueError, match=f"{kind!r} is for encoders alone: .+; choose from"):
+        longspan.LongspanDecoderConfig(attention={"kind": kind})
+
+
+@pytest.mark.parametrize("kind", sorted(set(CAUSAL_ATTENTION) - set(ATTENTION)))
+def test_an_encoder_says_why_it_cannot(kind):
+    with pytest.raises(ValueError, match=f"{kind!r} is for decoders alone: .+; choose from"):
+        longspan.LongspanConfig(attention={"kind": kind})

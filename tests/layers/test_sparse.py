@@ -1,0 +1,50 @@
+"""The Sparse Transformer's patterns, against masks written out."""
+
+import pytest
+import torch
+from layers.family import HEADS, causal_layer, joined, states
+
+from longspan.layers.position import rotate
+
+
+def strided(head, i, j):
+    return i - j < 5 if head < 2 else (i - j) % 5 == 0
+
+
+def fixed(head, i, j):
+    return i // 6 == j // 6 or j % 6 >= 4
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 7, 40])
+@pytest.mark.parametrize(
+    ("setting", "sees"),
+    [
+        ({"kind": "sparse", "stride": 5}, strided),
+        ({"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2}, fixed),
+    ],
+)
+def test_the_pattern_written_out(setting, sees, tokens):
+    made, hidden = causal_layer(setting), states(2, tokens)
+    query, key, value = made.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)
+    query, key = rotate(query, key, position=torch.arange(tokens).double()[None], base=10000.0)
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    mask = torch.zeros(HEADS, tokens, tokens, dtype=torch.bool)
+    for head in range(HEADS):
+        for i in range(tokens):
+            for j in range(i + 1):
+                mask[head, i, j] = sees(head, i, j)
+    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(made(hidden).out, joined(scores.softmax(-1) @ value))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pattern": "random"}, "pattern='random' is unknown; choose from strided, fixed"),
+        ({"stride": 0}, "stride=0 must be at least 1"),
+        ({"pattern": "fixed", "summary": 9}, "summary=9 must be from 1 to stride=5"),
+    ],
+)
+def test_a_wrong_setting_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        causal_layer({"kind": "sparse", "stride": 5, **change})

@@ -1,0 +1,200 @@
+"""Linear attention: features that estimate without bias, and sums that equal the product formed."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.ops.linear import (
+    KERNELS,
+    causal_linear_attention,
+    draw_features,
+    linear_attention,
+    softmax_exponents,
+)
+
+
+def estimates(x, y, features, draws, seed=0, **how):
+    """[draws] of the kernel exp(x . y / sqrt(d)) from as many sets of features."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.stack(
+        [draw_features(features, x.shape[0], generator=generator, **how) for _ in range(draws)]
+    ).double()
+    both = softmax_exponents(x, made) + softmax_exponents(y, made)
+    return both.exp().mean(-1)
+
+
+def pair(d=4):
+    torch.manual_seed(5)
+    return torch.randn(2, d, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+@pytest.mark.parametrize("features", [4, 6])
+def test_the_kernel_is_right_in_the_mean(orthogonal, features):
+    """Raw QR, with signs as the library has them, is off by many times what is allowed here."""
+    x, y = pair()
+    found = estimates(x, y, features, 6000, orthogonal=orthogonal)
+    error = float(found.mean() - (x @ y / 2).exp())
+    assert abs(error) < 4 * float(found.std()) / math.sqrt(len(found))
+
+
+def test_features_at_right_angles_vary_less_and_more_of_them_less_still():
+    x, y = pair()
+    truth = (x @ y / 2).exp()
+
+    def mean_square(features, orthogonal):
+        found = estimates(x, y, features, 4000, orthogonal=orthogonal)
+        return float((found - truth).square().mean())
+
+    assert mean_square(4, True) < mean_square(4, False)
+    few, many = mean_square(8, False), mean_square(64, False)
+    assert 5 < few / many < 13  # 8 in the mean
+
+
+def test_features_of_a_block_are_at_right_angles():
+    drawn = draw_features(10, 4)
+    assert drawn.shape == (10, 4)
+    for block in drawn.split(4):
+        across = block @ block.mT
+        torch.testing.assert_close(across, across.diagonal().diag(), rtol=0, atol=1e-5)
+
+
+def tensors(tokens, d=8, dtype=torch.float64, seed=0) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    query, key, value = torch.randn(3, 2, tokens, 3, d, dtype=torch.float64)
+    return [t.to(dtype) for t in (query, key, value)], draw_features(20, d).to(dtype)
+
+
+def product(query, key, value, projection, kernel, causal, valid=None, eps=0.0):
+    """The n x n matrix formed, with no stabiliser but what `eps` is relative to."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if kernel == "softmax":
+        q, k = (softmax_exponents(t, projection) for t in (q, k))
+        top = k if valid is None else k.masked_fill(~valid[:, None, :, None], -torch.inf)
+        q = (q - q.amax(-1, keepdim=True)).exp() + eps
+        k = (k - top.amax((-2, -1), keepdim=True)).exp() + eps
+    elif kernel == "relu":
+        q, k = ((t @ projection.mT).clamp(min=0) + 1e-3 for t in (q, k))
+    else:
+        q, k = (torch.where(t > 0, t + 1, t.exp()) for t in (q, k))
+    scores = q @ k.mT
+    if causal:
+        scores = scores.tril()
+    if valid is not None:
+        scores = scores * valid[:, None, None]
+    return ((scores / scores.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_against_the_product_formed(kernel, tokens):
+    given, projection = tensors(tokens)
+    valid = torch.ones(2, tokens, dtype=torch.bool)
+    valid[1, tokens // 2 + 1 :] = False
+    for mask, eps in ((None, 1e-6), (valid, 1e-3)):
+        found = linear_attention(*given, projection=projection, kernel=kernel, valid=mask, eps=eps)
+        wanted = product(
+            *given, projection=projection, kernel=kernel, causal=False, valid=mask, eps=eps
+        )
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 128, 129, 300])
+def test_the_scan_against_the_product_formed(kernel, tokens):
+    given, projection = tensors(tokens)
+    given = [t.requires_grad_() for t in given]
+    found, _ = causal_linear_attention(*given, projection=projection, kernel=kernel)
+    wanted = product(*given, projection=projection, kernel=kernel, causal=True)
+    torch.testing.assert_close(found, wanted)
+    out = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, given, out), torch.autograd.grad(wanted, given, out), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_sums_go_on_where_they_ended():
+    given, projection = tensors(300)
+    whole, last = causal_linear_attention(*given, projection=projection)
+    out, sums = [], None
+    for pieces in zip(*(t.split((1, 150, 149), dim=1) for t in given), strict=True):
+        done, sums = causal_linear_attention(*pieces, projection=projection, before=sums)
+        out.append(done)
+    torch.testing.assert_close(torch.cat(out, 1), whole)
+    assert sums is not None
+    torch.testing.assert_close(sums.reference, last.reference)
+    torch.testing.assert_close(sums.sums, last.sums)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_sum_to_one(causal):
+    (query, key, _), projection = tensors(200)
+    ones = torch.ones_like(query)
+    out = (
+        causal_linear_attention(query, key, ones, projection)[0]
+        if causal
+        else linear_attention(query, key, ones, projection)
+    )
+    torch.testing.assert_close(out, ones)
+
+
+def test_later_keys_do_not_wipe_out_the_first():
+    """Exponents of long keys are far below those of short ones: in float32 nothing would be left
+    of the first 256 beside the others."""
+    given, projection = tensors(400)
+    key = torch.nn.functional.normalize(given[1], dim=-1)
+    given[1] = torch.cat((key[:, :256] * 30.0, key[:, 256:]), 1)
+    first = softmax_exponents(given[1][:, :256], projection).amax()
+    assert float(first - softmax_exponents(given[1][:, 256:], projection).amax()) < -100
+    wanted, _ = causal_linear_attention(*(t[:, :256] for t in given), projection=projection)
+    narrow = [t.float() for t in given]
+    found, _ = causal_linear_attention(*narrow, projection=projection.float())
+    torch.testing.assert_close(found[:, :256].double(), wanted, rtol=0, atol=1e-3)
+    assert float(wanted.abs().amin(-1).max()) > 0.1
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_large_and_small_inputs_stay_finite(size, dtype):
+    (query, key, value), projection = tensors(140, dtype=dtype)
+    given = [t.detach().requires_grad_() for t in (query * size, key * size, value)]
+    for out in (
+        linear_attention(*given, projection=projection),
+        causal_linear_attention(*given, projection=projection)[0],
+    ):
+        assert out.dtype == dtype
+        assert out.isfinite().all()
+        for grad in torch.autograd.grad(out.float().square().sum(), given):
+            assert grad.isfinite().all()
+
+
+def test_many_features_come_close_to_softmax_attention():
+    """Where scores are moderate: the estimate's variance grows exponentially with lengths."""
+    (query, key, value), _ = tensors(40)
+    query, key = query / 2, key / 2
+    attention: Any = torch.nn.functional.scaled_dot_product_attention
+    exact = attention(*(t.transpose(1, 2) for t in (query, key, value))).transpose(1, 2)
+    errors = []
+    for features in (16, 4096):
+        torch.manual_seed(0)
+        projection = draw_features(features, 8).double()
+        errors.append(float((linear_attention(query, key, value, projection) - exact).norm()))
+    assert errors[1] < errors[0] / 4
+    assert errors[1] < 0.1 * float(exact.norm())
+
+
+def test_half_precision_is_left_to_the_caller():
+    """Under autocast sums and exponents are still those of float32."""
+    given, projection = tensors(40, dtype=torch.float32)
+    wanted = linear_attention(*given, projection=projection)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(linear_attention(*given, projection=projection), wanted)
+
+
+def test_an_unknown_kernel_is_named():
+    given, projection = tensors(4)
+    with pytest.raises(ValueError, match="kernel='tanh' is unknown; choose from softmax, relu"):
+        linear_attention(*given, projection=projection, kernel="tanh")
