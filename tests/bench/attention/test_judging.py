@@ -49,11 +49,21 @@ def test_worst_of_a_sweep_counts() -> None:
 def test_cpu_claims() -> None:
     results = Results(make_header("cpu"))
     case = AttentionCase(tokens=4096, level="layer", dtype="float32")
-    for name, ms, mib in (("longspan-layer", 10, 30), ("longformer-layer", 29, 100)):
+    points = (
+        ("longspan-blocked-layer", 10, 30),
+        ("longspan-layer", 7, 16),
+        ("longformer-layer", 29, 100),
+    )
+    for name, ms, mib in points:
         for kind in PASSES:
             results.add(Point(case, name, kind, ms=ms, mib=mib))
+    many = replace(case, globals=16)
+    results.add(Point(many, "longspan-layer", "forward", ms=8, mib=1))
     made = claims(results)
-    assert [claim.met for claim in made] == [True, False, True, True]
+    blocked = [claim.met for claim in made if "`blocked`" in claim.text]
+    assert blocked == [True, False, True, True]
+    native = [claim.met for claim in made if "`native`" in claim.text]
+    assert native == [True, False, False, False, True, None]
 
 
 def test_figures_with_and_without_sweeps(tmp_path: Path) -> None:

@@ -68,12 +68,13 @@ def cpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
     """Whole layers and the bare op on a CPU, against transformers and dense attention."""
     layers = [AttentionCase(tokens=n, level="layer", dtype=dtype) for n in lengths]
     jobs = _jobs(layers, "longspan-layer", "longformer-layer", "sdpa-layer")
+    jobs += _jobs(layers[:1], "longspan-blocked-layer")
     with_globals = [replace(case, globals=16) for case in layers if case.tokens <= 4096]
     jobs += _jobs(with_globals, "longspan-layer", "longformer-layer")
     ops = [replace(case, level="op") for case in layers if case.tokens <= 4096]
     jobs += _jobs(ops, "longspan", "sdpa")
     dilated = [replace(case, dilation=d) for case in ops[-1:] for d in (2, 4)]
-    return jobs + _jobs(dilated, "longspan")
+    return _merge(jobs + _jobs(dilated, "longspan"))
 
 
 def quick_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:

@@ -126,6 +126,16 @@ def _layer_workload(layer: nn.Module, hidden: Tensor, forward: Callable[[], Tens
 
 @contender("longspan-layer", "longspan")
 def _longspan_layer(case: AttentionCase, device: torch.device) -> Workload:
+    return _our_layer(case, device, our_backend(device))
+
+
+@contender("longspan-blocked-layer", "longspan, blocked", devices=("cpu",))
+def _longspan_blocked_layer(case: AttentionCase, device: torch.device) -> Workload:
+    """What a CPU without a compiler has."""
+    return _our_layer(case, device, "blocked")
+
+
+def _our_layer(case: AttentionCase, device: torch.device, backend: str) -> Workload:
     from longspan.layers.window import WindowAttention
     from longspan.ops import global_positions, visibility
 
@@ -135,7 +145,7 @@ def _longspan_layer(case: AttentionCase, device: torch.device) -> Workload:
     seen = visibility(hidden, global_mask=mask)
     positions = None if mask is None else global_positions(mask)
     dim = case.heads * case.head_dim
-    layer = WindowAttention(dim, case.heads, case.window, backend=our_backend(device))
+    layer = WindowAttention(dim, case.heads, case.window, backend=backend)
     layer = layer.to(device, hidden.dtype).eval()
     return _layer_workload(layer, hidden, lambda: layer(hidden, seen=seen, positions=positions))
 
