@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_within_the_window_it_is_what_it_was(folder, family, tokens):
     source = family.from_pretrained(
         folder(), add_pooling_layer=False, attn_implementation="sdpa"
     ).eval()
-    ours = longspan.convert(source).eval()
+    ours: Any = longspan.convert(source).eval()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, 30000, (2, tokens), generator=draw)
     mask = (torch.arange(tokens) < torch.tensor([[tokens], [tokens // 2]])).long()
