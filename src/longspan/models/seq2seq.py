@@ -24,7 +24,6 @@ from longspan.models.targets import (
     shift_right,
 )
 
-
 # Ways to generate that add a token to each row and never take one back.
 _STEPWISE = (
     GenerationMode.GREEDY_SEARCH,
@@ -267,11 +266,17 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
         source = cast(Tensor, encoded.last_hidden_state)
         if source.shape[0] * several != target.shape[0]:
             raise ValueError(f"{source.shape[0]} documents, but {target.shape[0]} targets")
-        source_mask = as_bool("attention_mask", attention_mask, source)
-        check_documents(source_mask, None)
 
         cache = self._cache(past_key_values, use_cache, labels)
         held = 0 if cache is None else cache.get_seq_length()
+        in_place = isinstance(cache, StepCache)
+        if in_place and held:
+            source_mask = cache.source_mask
+        else:
+            source_mask = as_bool("attention_mask", attention_mask, source)
+            check_documents(source_mask, None)
+            if in_place:
+                cache.source_mask = source_mask
         whole = target.new_empty(0).expand(target.shape[0], held + target.shape[1], 0)
         target_mask = as_bool("decoder_attention_mask", decoder_attention_mask, whole)
         if output_hidden_states is None:
@@ -285,7 +290,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             )
             return self.lm_head(states[-1]) + self.final_logits_bias
 
-        if isinstance(cache, StepCache) and target.shape[1] == 1 and not output_hidden_states:
+        if in_place and target.shape[1] == 1 and not output_hidden_states:
             logits = cache.step(write, target)
         else:
             logits = write(target)
@@ -298,7 +303,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             )
         return LongspanSeq2SeqOutput(
             loss=loss,
-            logits=logits,
+            logits=cast(Any, logits),
             past_key_values=cache,
             decoder_hidden_states=states if output_hidden_states else None,
             encoder_last_hidden_state=cast(Any, source),
@@ -338,7 +343,12 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
         return target, expanded | source
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *arguments: Any
+        self,
+        generation_config: Any,
+        model_kwargs: Any,
+        generation_mode: Any,
+        *arguments: Any,
+        **options: Any,
     ) -> Any:
         # Before the first token is generated, not at the one that has no position.
         check_target_length(self.config, generation_config.max_length - 1)
@@ -359,7 +369,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             return
         own: Any = super()
         own._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, *arguments
+            generation_config, model_kwargs, generation_mode, *arguments, **options
         )
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:

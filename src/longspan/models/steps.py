@@ -35,7 +35,7 @@ class TargetCache(DynamicCache):
         return self._at[None], (self._place <= self._at[:, None])[None, None]
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Write [rows, heads, tokens, head_dim] where `take` said; all there is comes back."""
         if self._kept is None:
@@ -66,6 +66,8 @@ class StepCache(EncoderDecoderCache):
     """What `generate` keeps of a target and its source, and the step that adds a token."""
 
     self_attention_cache: TargetCache
+    # Kept here: a captured step reads it where it was when captured.
+    source_mask: Tensor | None = None
 
     def __init__(self, layers: int, positions: int, device: torch.device, *, capture: bool) -> None:
         super().__init__(TargetCache(layers, positions, device), DynamicCache())

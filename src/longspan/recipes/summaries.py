@@ -32,3 +32,21 @@ def arxiv() -> Finetuning:
         optimizer=Optimizer(clip=1.0, schedule="linear"),
         too_long="head",
     )
+
+
+def scratch() -> Finetuning:
+    """A small model that has read nothing before, as `longspan study summaries` trains it.
+
+    Chosen by the loss: texts are written once, at the end, not while training.
+    """
+    return replace(
+        summarize(),
+        name="scratch",
+        measure="loss",
+        model=Start(length=16384, window=512),
+        learning_rate=5e-4,
+        updates=3000,
+        accumulate=1,
+        too_long="head",
+        evaluation=Checks(every=300, batch=8),
+    )
