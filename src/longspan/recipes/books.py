@@ -25,16 +25,23 @@ def skeleton(
     feed_forward: int = FEED_FORWARD,
     dropout: float = 0.1,
 ) -> dict[str, Any]:
-    """A decoder without biases, with RMS norms in front; everything but its attention."""
+    """A decoder without biases, with RMS norms in front; everything but its attention.
+
+    What lies between its matrix products is as little as can be: norms without weights, squared
+    ReLU, no dropout inside the feed-forward part, half precision between layers. With RMS norms,
+    GELU, dropout and float32 there, a step took 23% longer on an H200 (LOG.md).
+    """
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "intermediate_size": feed_forward,
-        "hidden_act": "gelu",
-        "norm": "rms",
+        "hidden_act": "relu2",
+        "norm": "unit",
+        "half_residual": True,
         "feed_forward_bias": False,
         "hidden_dropout_prob": dropout,
+        "activation_dropout": 0.0,
         "attention": attention,
     }
 
