@@ -88,7 +88,7 @@ def books() -> Recipe:
         name="books",
         model=skeleton(windows(WINDOWS, tuple(2 if left == 1024 else 1 for left in WINDOWS))),
         data=NOVELS,
-        phases=(Phase(steps=8000, length=8192, batch=16, learning_rate=2e-3, warmup=250),),
+        phases=(Phase(steps=8000, length=8192, batch=16, learning_rate=3e-3, warmup=250),),
         optimizer=MUON,
         evaluation=Evaluation(
             "sliding", length=16_384, stride=8192, batch=4, every=500, limit=1_000_000
