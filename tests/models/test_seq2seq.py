@@ -362,6 +362,9 @@ def test_bad_input_of_generation_is_named():
     mask[1] = 0
     with pytest.raises(ValueError, match=r"rows \[1\] are padding alone"):
         model.generate(ids, attention_mask=mask, num_beams=4)
+    with pytest.raises(ValueError, match=r"rows \[1\] are padding alone"):
+        # The encoder looks at no mask on a GPU, generation looks at every one.
+        model.generate(encoder_outputs=model.encoder(ids), attention_mask=mask, num_beams=4)
     with pytest.raises(ValueError, match=r"a document of 65 tokens.*positions for 64"):
         model.generate(document(1, 65), num_beams=4)
     with pytest.raises(ValueError, match=r"a target of 25 tokens.*max_new_tokens"):

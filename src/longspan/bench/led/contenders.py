@@ -83,7 +83,8 @@ def _workload(case: LEDCase, model: Any, device: torch.device, *, ours: bool) ->
 def _longspan(case: LEDCase, device: torch.device) -> Workload:
     from longspan.hub.convert import convert
 
-    model: Any = convert(_theirs(case, device))
+    with device:
+        model: Any = convert(_theirs(case, device))
     if device.type == "cuda" and not case.beams:
         torch.compiler.reset()  # graphs of earlier cases would count towards dynamo's limit
         parts = [model.encoder.embeddings, *model.encoder.layers, *model.decoder.layers]
