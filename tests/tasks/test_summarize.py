@@ -48,12 +48,13 @@ def test_it_learns_what_is_asked_and_predicts(tmp_path: Path):
     told = use(text, question="why?", say=said.append)
     assert len(said) > 2
     assert "".join(said).strip() == told["summary"] == "the cat and the cat."
-    out = str(tmp_path / "streamed.jsonl")
-    command = ["predict", str(tmp_path / "run"), str(data), "--stream", "--output", out]
+    out = tmp_path / "streamed.jsonl"
+    command = ["predict", str(tmp_path / "run"), str(data), "--stream", "--output", str(out)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert done.output.startswith("the cat is in the house.\nthe cat and the cat.\n")
-    assert [json.loads(x)["summary"] for x in Path(out).open()] == [x["summary"] for x in lines]
+    streamed = [json.loads(x) for x in out.read_text().splitlines()]
+    assert [x["summary"] for x in streamed] == [x["summary"] for x in lines]
 
 
 def test_queries_are_global(tmp_path: Path):

@@ -37,13 +37,15 @@ def arxiv() -> Finetuning:
 def scratch() -> Finetuning:
     """A small model that has read nothing before, as `longspan study summaries` trains it.
 
-    Chosen by the loss: texts are written once, at the end, not while training.
+    Chosen by the loss: texts are written once, at the end, not while training. What knows little
+    yet repeats itself, the more so the more beams it has; so no three words in a row may.
     """
     return replace(
         summarize(),
         name="scratch",
         measure="loss",
         model=Start(length=16384, window=512),
+        writing=Writing(longest=256, no_repeat=3),
         learning_rate=5e-4,
         updates=3000,
         accumulate=1,
