@@ -119,11 +119,12 @@ def _panel(
             if fits:
                 terms = ", ".join(TERMS).replace("^2", "²")
                 axes.text(
-                    0.02, 0.03, f"lines: {terms}", transform=axes.transAxes, fontsize=7, color=_PALE
+                    0.02, 0.93, f"lines: {terms}", transform=axes.transAxes, fontsize=7, color=_PALE
                 )
         what = "tokens read, {:,} written" if varied == "tokens" else "tokens written, {:,} read"
         axes.set_xlabel(what.format(other))
-        axes.set_xticks(sizes)
+        # Of those too near to one another to be read, the larger is named.
+        axes.set_xticks([n for n in sizes if not any(n < m < n + max(sizes) / 12 for m in sizes)])
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: drawing.count(n)))
         axes.set_xlim(0, max(sizes) * 1.35)
         return ends
@@ -144,7 +145,7 @@ def _writing(results: Results, case: LEDCase) -> Panel:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: drawing.duration(x)))
         axes.set_title("Generation")
-        axes.set_xlabel(str(case))
+        axes.set_xlabel(f"{case}; {case.layers} + {case.layers} layers x {case.hidden}")
         return []
 
     return draw_on
