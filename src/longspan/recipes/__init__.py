@@ -7,6 +7,7 @@ from longspan.recipes import (
     books,
     enwik8,
     finetuning,
+    lra,
     memory,
     mlm,
     rivals,
@@ -71,6 +72,8 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
     "mlm-positions": mlm.positions,
     "summarize": summaries.summarize,
     "arxiv": summaries.arxiv,
+    "lra-listops": lra.listops,
+    "lra-text": lra.text,
 }
 
 
