@@ -22,7 +22,9 @@ _Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its gr
 
 @commands.command()
 def study(
-    name: Annotated[str, typer.Argument(help="rivals, windows or positions.")],
+    name: Annotated[
+        str, typer.Argument(help="rivals, windows, causal, positions, lra-listops or lra-text.")
+    ],
     output: Annotated[
         Path | None, typer.Option(help="Folder for all its runs; runs/NAME by default.")
     ] = None,
@@ -30,10 +32,11 @@ def study(
         Path | None, typer.Option(help="The text: a file, or a folder of documents.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Of training for each run; 2 by default.")
+        float | None, typer.Option(min=0.01, help="Of training for each run.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Only this recipe; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Only this recipe, or kind of attention; may be given several times."),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")
@@ -50,24 +53,33 @@ def study(
         str | None, typer.Option(help="positions: the short checkpoint, a folder or hub name.")
     ] = None,
     valid: Annotated[
-        str | None, typer.Option(help="positions: validation documents; else from the data.")
+        str | None, typer.Option(help="positions, lra: validation documents; else from the data.")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="positions: the column of the text.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="lra: test documents; else from the data.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="positions, lra: the column of the text.")
+    ] = None,
 ) -> None:
     """Train several models for the same time, one after the other, and put them side by side.
 
     [bold]rivals[/]: Longformer at once and staged, Transformer-XL, Compressive Transformer, dense
     attention of 1,024; 40M parameters each. [bold]windows[/]: the paper's Table 4 at 9M.
+    [bold]causal[/]: every kind of attention that decoders have, otherwise like rivals.
     [bold]positions[/]: its Table 5, what copying a short checkpoint's positions is worth.
+    [bold]lra-listops[/], [bold]lra-text[/]: Long Range Arena with every kind that encoders have, as
+    many steps for each or, with --minutes, as much time; the published table beside ours.
     Interrupted, the same command goes on; what failed is named, and tried again by it.
 
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
+    [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     """
     from transformers.utils import logging
 
     from longspan.analyze.runs import Probe
-    from longspan.recipes import find_study
+    from longspan.recipes import ARENA, find_study
     from longspan.recipes.shrink import shrink
     from longspan.tasks.runs import carry_out
     from longspan.train.recipe import change, parse
@@ -76,20 +88,27 @@ def study(
     console = console_for_logs()
     folder = output or Path("runs") / name
     try:
-        if name == "positions":
+        if name == "positions" or name in ARENA:
             asked = {
                 "data.train": None if data is None else str(data),
                 "data.valid": valid,
-                "data.test": valid,  # none is needed, and none shall be taken from the data
+                # No test documents are needed for positions, and none shall be taken from the data.
+                "data.test": valid if name == "positions" else test,
                 "data.columns.text": text,
                 "model.source": model,
                 "minutes": minutes,
             }
             chosen = {key: value for key, value in asked.items() if value is not None}
-            _positions(chosen | parse(setting or []), folder, only, small)
+            chosen |= parse(setting or [])
+            if name == "positions":
+                _positions(chosen, folder, only, small)
+            else:
+                _arena(name, chosen, folder, only, small)
             return
-        if model is not None or valid is not None or text is not None:
-            raise ValueError("--model, --valid and --text are for the study of positions")
+        if model is not None or valid is not None or test is not None or text is not None:
+            raise ValueError(
+                "--model, --valid, --test and --text are for the studies of positions and lra"
+            )
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:
             probe = Probe(limit=1000, rows=4, longest=64, tokens=20, start=16, step=16)
@@ -142,6 +161,32 @@ def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, s
         console.print(f"{'yes' if claim['holds'] else 'no '}  {claim['text']}", highlight=False)
     for path in draw(found, folder / "positions"):
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+def _arena(
+    name: str, settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool
+) -> None:
+    from longspan.analyze.arena import describe, draw, markdown, table
+    from longspan.recipes import FINETUNING
+    from longspan.recipes.shrink import shrink_finetuning
+    from longspan.tasks.kinds import study as carry_out
+    from longspan.train.checkpoint import write_json, write_text
+    from longspan.train.recipe import change
+
+    console = console_for_logs()
+    recipe = FINETUNING[name]()
+    recipe = change(shrink_finetuning(recipe) if small else recipe, settings)
+    found = describe(carry_out(recipe, folder, only, console))
+    write_json(folder / f"{name}.json", found)
+    if found["arms"]:
+        write_text(folder / f"{name}.md", markdown(found))
+        console.print(table(found))
+        for path in draw(found, folder / name):
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    for kind, reason in found["failed"].items():
+        console.print(f"failed: {kind}: {reason}", markup=False, highlight=False)
+    if found["failed"]:
+        raise typer.Exit(1)
 
 
 @commands.command()

@@ -1,10 +1,12 @@
 """One function per experiment; each returns the whole configuration of a run."""
 
 from collections.abc import Callable
+from functools import partial
 
 from longspan.recipes import (
     ablations,
     books,
+    causal,
     enwik8,
     finetuning,
     lra,
@@ -27,6 +29,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "rival-compressive": rivals.compressive,
     "rival-compressive-mean": rivals.compressive_mean,
     "rival-dense": rivals.dense,
+    **{f"causal-{kind}": partial(causal.causal, kind) for kind in causal.KINDS},
     "small-increasing": ablations.small_increasing,
     "small-decreasing": ablations.small_decreasing,
     "small-fixed": ablations.small_fixed,
@@ -48,6 +51,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 STUDIES: dict[str, tuple[str, ...]] = {
     "rivals": tuple(name for name in RECIPES if name.startswith("rival-")),
     "windows": tuple(name for name in RECIPES if name.startswith("small-")),
+    "causal": causal.STUDY,
 }
 
 
@@ -77,6 +81,10 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
 }
 
 
+# Studies of one of these recipes with every kind of attention.
+ARENA = ("lra-listops", "lra-text")
+
+
 def find(name: str) -> Recipe:
     """The recipe of this name, or an error with the nearest name there is."""
     if name not in RECIPES:
@@ -87,11 +95,13 @@ def find(name: str) -> Recipe:
 def find_study(name: str) -> list[Recipe]:
     """The recipes of a study, or an error with the nearest name there is."""
     if name not in STUDIES:
-        raise ValueError(unknown(f"study {name}", name, {*STUDIES, "positions"}))
+        raise ValueError(unknown(f"study {name}", name, {*STUDIES, "positions", *ARENA}))
     return [find(own) for own in STUDIES[name]]
 
 
 def summary(name: str) -> str:
     """The first line of a recipe's description."""
     made = RECIPES.get(name) or FINETUNING[name]
+    if isinstance(made, partial):
+        return f"Novels, two minutes: {made.args[0].replace('_', ' ')} on rows of 8,192."
     return (made.__doc__ or "").strip().partition("\n")[0]

@@ -14,7 +14,7 @@ _SIZES = {
     "num_attention_heads": _HEADS,
     "intermediate_size": 32,
 }
-_MOST = {"left": 8, "memory": 8, "compressed": 8, "clamp": 8}
+_MOST = {"left": 8, "memory": 8, "compressed": 8, "clamp": 8, "stride": 4, "longest": 8}
 
 
 def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
