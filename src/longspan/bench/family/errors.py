@@ -48,7 +48,7 @@ APPROXIMATE: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 def measure_errors(*, quick: bool = False) -> dict[str, Any]:
     """What goes into the results file."""
-    tokens = 256 if quick else 2048
+    tokens = 256 if quick else 1024
     budgets = [tokens // part for part in (32, 16, 8, 4, 2)]
     return {"errors": [one._asdict() for one in _errors(tokens, budgets)]}
 
