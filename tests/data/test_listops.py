@@ -84,13 +84,9 @@ def test_the_distribution_is_that_of_the_specification():
     error = np.hypot(*(own.std() / 300**0.5 for own in lengths))
     assert abs(lengths[0].mean() - lengths[1].mean()) < 4 * error
     for symbol in SYMBOLS:
-        shares = [
-            np.mean([one.count(symbol) / len(one) for one in own]) for own in (ours, plain)
-        ]
+        shares = [np.mean([one.count(symbol) / len(one) for one in own]) for own in (ours, plain)]
         assert shares[0] == pytest.approx(shares[1], rel=0.05)
-    values = [
-        Counter(evaluate(" ".join(one)) for one in own) for own in (ours, plain)
-    ]
+    values = [Counter(evaluate(" ".join(one)) for one in own) for own in (ours, plain)]
     for value in range(10):
         assert abs(values[0][value] - values[1][value]) < 4 * (2 * 300 * 0.1) ** 0.5
 

@@ -28,7 +28,9 @@ _SEED = 0
 OPERATORS = {
     "[MIN": min,
     "[MAX": max,
-    "[MED": lambda values: int(statistics.median(values)),  # of two in the middle the mean, rounded down
+    "[MED": lambda values: int(
+        statistics.median(values)
+    ),  # of two in the middle the mean, rounded down
     "[SM": lambda values: sum(values) % 10,
 }
 END = "]"
