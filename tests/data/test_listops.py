@@ -11,7 +11,7 @@ from longspan.data import listops
 from longspan.data.listops import END, LONGEST, OPERATORS, SHORTEST, SYMBOLS, evaluate, examples
 from longspan.data.tables import read_rows
 
-FEW = [one for one in examples("train", 150)]
+FEW = list(examples("train", 150))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_what_a_list_comes_to(text, value):
 
 @pytest.mark.parametrize("text", ["", "1 2", "[MAX 1 2", "]", "[MAX 1 2 ] ]", "[FIRST 1 2 ]"])
 def test_what_is_no_list_is_refused(text):
-    with pytest.raises(ValueError, match="expected one whole list|has no place"):
+    with pytest.raises(ValueError, match=r"expected one whole list|has no place"):
         evaluate(text)
 
 

@@ -113,9 +113,9 @@ def test_what_cannot_be_chosen_is_named(tmp_path):
         make_task(toy(tmp_path, model__source="somewhere"))
     with pytest.raises(ValueError, match="starts from a checkpoint"):
         kinds_of(FINETUNING["imdb"]())
+    made, new = recipe("spans", tmp_path), FINETUNING["lra-text"]().model.new
+    made = replace(made, model=replace(made.model, new=new, source=None))
     with pytest.raises(ValueError, match="spans starts from a checkpoint"):
-        new = FINETUNING["lra-text"]().model.new
-        made = recipe("spans", tmp_path)
-        make_task(replace(made, model=replace(made.model, new=new, source=None)))
+        make_task(made)
     with pytest.raises(ValueError, match=r"layer 0: attention kind 'sparse' is for decoders"):
         make_task(toy(tmp_path, attention="sparse")).build()

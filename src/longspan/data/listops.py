@@ -28,9 +28,7 @@ _SEED = 0
 OPERATORS = {
     "[MIN": min,
     "[MAX": max,
-    "[MED": lambda values: int(
-        statistics.median(values)
-    ),  # of two in the middle the mean, rounded down
+    "[MED": lambda values: int(statistics.median(values)),  # a half is left out
     "[SM": lambda values: sum(values) % 10,
 }
 END = "]"

@@ -2,11 +2,15 @@
 
 Sizes, steps, batch, learning rate and its schedule are those of the benchmark's released
 configurations, the same for every kind; `--set attention=KIND` chooses it. What differs from the
-released code: scores come from a head of this library's; batches are as long as their longest
-document; of IMDB's training reviews a twentieth decides which checkpoint is the best, where the
-benchmark takes the test reviews for that; gradients are clipped to a norm of 1; the closing brackets of ListOps are symbols, where the
-released tokenizer keeps letters and digits alone; and Linformer has 64 keys and Performer 256
-features, where the released ones have 16 or 32, and 2 on ListOps.
+released code:
+
+- Embeddings are normed, and scores come from a head of this library's.
+- Batches are as long as their longest document, and gradients are clipped to a norm of 1.
+- Of IMDB's training reviews a twentieth decides which checkpoint is the best, where the benchmark
+  takes the test reviews for that; and 4,096 bytes are read, as in the paper, not 1,000.
+- Closing brackets of ListOps are symbols; the released tokenizer keeps letters and digits alone.
+- Linformer has 64 keys, shared over layers, where the released one has 16 or 32; Performer has 256
+  features, where the released one has 2 on ListOps.
 """
 
 from typing import Any

@@ -30,9 +30,8 @@ def _against_rivals(results: Results) -> Iterator[Claim]:
             ]
             if found:
                 worst, tokens = max(found)
-                ours = (
-                    f"{'causal ' if rival.ours in DECODERS else ''}{CONTENDERS[rival.ours].label}"
-                )
+                ours = "causal " if rival.ours in DECODERS else ""
+                ours += CONTENDERS[rival.ours].label
                 text = f"our {ours}: time over that of {rival.label}, {kind}, {tokens:,} tokens"
                 yield Claim(text, _RIVAL, worst, at_least=False)
 
