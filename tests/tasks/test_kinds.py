@@ -54,6 +54,10 @@ def test_names_settings_and_layers():
     assert new.setting("dense") == {"kind": "window", "window": 4000, "global_tokens": False}
     changed = new.setting({"kind": "linformer", "rank": 8})
     assert changed == {"kind": "linformer", "length": 2000, "rank": 8, "sharing": "layers"}
+    made = change(FINETUNING["lra-listops"](), {"attention": "performer", "attention.features": 8})
+    assert made.attention == {"kind": "performer", "features": 8}
+    with pytest.raises(ValueError, match=r"attention\.features: there are 1, numbered from 0"):
+        change(made, {"attention": ["window"], "attention.features": 8})
     assert [one["kind"] for one in new.setting(["window", "bigbird"])] == ["window", "bigbird"]
 
 

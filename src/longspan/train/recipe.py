@@ -189,10 +189,12 @@ def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     for key, value in settings.items():
         *path, last = key.split(".")
         inside: Any = values
+        if path == ["attention"] and isinstance(values.get("attention"), str):
+            values["attention"] = {"kind": values["attention"]}  # which now gets an option
         for depth, name in enumerate(path):
             inside = inside[_place(inside, name, ".".join(path[: depth + 1]))]
         # Model settings and evaluation.attention are open: what is not given has a default.
-        is_open = path in _OPEN
+        is_open = path in _OPEN and isinstance(inside, dict)
         inside[last if is_open else _place(inside, last, key)] = value
     return from_dict(values, type(recipe))
 
