@@ -177,6 +177,7 @@ def _arena(
     recipe = FINETUNING[name]()
     recipe = change(shrink_finetuning(recipe) if small else recipe, settings)
     found = describe(carry_out(recipe, folder, only, console))
+    folder.mkdir(parents=True, exist_ok=True)  # where nothing came as far as a run
     write_json(folder / f"{name}.json", found)
     if found["arms"]:
         write_text(folder / f"{name}.md", markdown(found))
