@@ -324,6 +324,8 @@ def family(
 ) -> None:
     """Time and memory of every kind of attention, in one layer, as documents get longer.
 
+    Beside them the best public implementations of some, where they are installed
+    (pip install '.\\[bench-rivals]'), and the error of those that approximate softmax attention.
     Writes [bold]family-<device>.json[/] after every point and goes on where it stopped.
     """
     _bench("family", quick, device, dtype, threads, lengths, only or [], output, fresh)
@@ -367,8 +369,16 @@ def _bench(
     settings = Settings(device, threads, **changed)
     console = _console()
     path = output / f"{name}-{device}.json"
+    for contender in benchmark.contenders.values():
+        if not contender.installed:
+            console.print(
+                f"skipped: {contender.name}, as {contender.package} is not installed; "
+                "pip install '.[bench-rivals]' brings it",
+                markup=False,
+                soft_wrap=True,
+            )
     try:
-        run(benchmark, jobs, settings, path, console, fresh=fresh)
+        run(benchmark, jobs, settings, path, console, fresh=fresh, quick=quick)
     except KeyboardInterrupt:
         console.print(f"interrupted; what was measured is in {path}, the same command goes on")
         raise typer.Exit(130) from None

@@ -25,7 +25,12 @@ _Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its gr
 
 @commands.command()
 def study(
-    name: Annotated[str, typer.Argument(help="rivals, windows, positions or summaries.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="rivals, windows, causal, positions, summaries, lra-listops or lra-text."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option(help="Folder for all its runs; runs/NAME by default.")
     ] = None,
@@ -33,10 +38,11 @@ def study(
         Path | None, typer.Option(help="The text: a file, or a folder of documents.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Of training for each run; 2 by default.")
+        float | None, typer.Option(min=0.01, help="Of training for each run.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Only this recipe; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Only this recipe, or kind of attention; may be given several times."),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")
@@ -55,13 +61,13 @@ def study(
     ] = None,
     valid: Annotated[
         str | None,
-        typer.Option(help="positions, summaries: validation documents; else from the data."),
+        typer.Option(help="positions, summaries, lra: validation documents; else from the data."),
     ] = None,
     test: Annotated[
-        str | None, typer.Option(help="summaries: test documents; else from the data.")
+        str | None, typer.Option(help="summaries, lra: test documents; else from the data.")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="positions, summaries: the column of the text.")
+        str | None, typer.Option(help="positions, summaries, lra: the column of the text.")
     ] = None,
     answers: Annotated[
         str | None, typer.Option(help="summaries: the column of what was written.")
@@ -74,20 +80,24 @@ def study(
 
     [bold]rivals[/]: Longformer at once and staged, Transformer-XL, Compressive Transformer, dense
     attention of 1,024; 40M parameters each. [bold]windows[/]: the paper's Table 4 at 9M.
+    [bold]causal[/]: every kind of attention that decoders have, otherwise like rivals.
     [bold]positions[/]: its Table 5, what copying a short checkpoint's positions is worth.
     [bold]summaries[/]: its Figure 3, what reading more of a document is worth, by a small model
     trained from scratch unless --model names another.
+    [bold]lra-listops[/], [bold]lra-text[/]: Long Range Arena with every kind that encoders have, as
+    many steps for each or, with --minutes, as much time; the published table beside ours.
     Interrupted, the same command goes on; what failed is named, and tried again by it.
 
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
     [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
     [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
+    [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     """
     from transformers.utils import logging
 
     from longspan.analyze.runs import Probe
-    from longspan.recipes import find_study
+    from longspan.recipes import ARENA, find_study
     from longspan.recipes.shrink import shrink
     from longspan.tasks.runs import carry_out
     from longspan.train.recipe import change, parse
@@ -96,11 +106,12 @@ def study(
     console = console_for_logs()
     folder = output or Path("runs") / name
     try:
-        if name in ("positions", "summaries"):
+        if name in ("positions", "summaries", *ARENA):
             asked = {
                 "data.train": None if data is None else str(data),
                 "data.valid": valid,
-                "data.test": test if name == "summaries" else valid,  # none is needed of positions
+                # No test documents are needed for positions, and none shall be taken from the data.
+                "data.test": valid if name == "positions" else test,
                 "data.columns.text": text,
                 "data.columns.answers": answers,
                 "model.source": model,
@@ -110,13 +121,15 @@ def study(
             chosen |= parse(setting or [])
             if name == "positions":
                 _positions(chosen, folder, only, small)
-            else:
+            elif name == "summaries":
                 _summaries(chosen, folder, only, small, lengths, limit)
+            else:
+                _arena(name, chosen, folder, only, small)
             return
         if any(one is not None for one in (model, valid, test, text, answers, lengths)):
             raise ValueError(
                 "--model, --valid, --test, --text, --answers and --lengths are for the studies of "
-                "positions and summaries"
+                "positions, summaries and lra"
             )
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:
@@ -221,6 +234,33 @@ def _summaries(
     console.print(table(found))
     for path in draw(found, folder / "summaries"):
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+def _arena(
+    name: str, settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool
+) -> None:
+    from longspan.analyze.arena import describe, draw, markdown, table
+    from longspan.recipes import FINETUNING
+    from longspan.recipes.shrink import shrink_finetuning
+    from longspan.tasks.kinds import study as carry_out
+    from longspan.train.checkpoint import write_json, write_text
+    from longspan.train.recipe import change
+
+    console = console_for_logs()
+    recipe = FINETUNING[name]()
+    recipe = change(shrink_finetuning(recipe) if small else recipe, settings)
+    found = describe(carry_out(recipe, folder, only, console))
+    folder.mkdir(parents=True, exist_ok=True)  # where nothing came as far as a run
+    write_json(folder / f"{name}.json", found)
+    if found["arms"]:
+        write_text(folder / f"{name}.md", markdown(found))
+        console.print(table(found))
+        for path in draw(found, folder / name):
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    for kind, reason in found["failed"].items():
+        console.print(f"failed: {kind}: {reason}", markup=False, highlight=False)
+    if found["failed"]:
+        raise typer.Exit(1)
 
 
 @commands.command()

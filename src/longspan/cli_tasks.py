@@ -46,6 +46,7 @@ def finetune(
 ) -> None:
     """Carry out a finetuning recipe with what the command line says of it."""
     from longspan.recipes import FINETUNING
+    from longspan.recipes.shrink import shrink_finetuning
     from longspan.tasks.finetune import finetune as carry_out
     from longspan.tasks.finetune import finetune_seeds, make_task
     from longspan.train.recipe import change
@@ -60,9 +61,7 @@ def finetune(
         **{f"data.columns.{column}": value for column, value in columns.items()},
     }
     recipe = FINETUNING[name]()
-    if small:
-        toy = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5, "precision": "no"}
-        recipe = change(recipe, toy | ({"updates": 2} if recipe.updates else {}))
+    recipe = shrink_finetuning(recipe) if small else recipe
     chosen = {key: value for key, value in asked.items() if value is not None}
     recipe = change(recipe, chosen | settings)
     if seeds > 1:

@@ -84,8 +84,10 @@ def finetune(
 
 
 def done_before(recipe: Finetuning, run: Path) -> dict[str, Any] | None:
-    """The results of a run that is complete, None if it is not; other settings are an error."""
-    if not (run / "results.json").exists():
+    """The results of a run that is complete, None if it is not; an error if it had another recipe
+    than this, as `planned` makes it."""
+    results = run / "results.json"
+    if not results.exists():
         return None
     known = checkpoint.read_json(run / "recipe.json")
     wanted = json.loads(json.dumps(recipe.to_dict()))
@@ -94,14 +96,15 @@ def done_before(recipe: Finetuning, run: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"{run} was done with other settings ({', '.join(differing)}): name another folder"
         )
-    return checkpoint.read_json(run / "results.json")
+    return checkpoint.read_json(results)
 
 
-def entries(run: Path) -> list[dict[str, Any]]:
-    """What was entered while a run was trained, in its order."""
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """What a run entered while training, in order; none if it was not trained."""
     path = run / "metrics.jsonl"
-    lines = path.read_text(encoding="utf8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
 
 
 def finetune_seeds(

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from longspan.data.examples import Skips, read_examples
 from longspan.tasks.compare import interval
-from longspan.tasks.finetune import done_before, entries, finetune, half, load_model
+from longspan.tasks.finetune import done_before, finetune, half, load_model, read_metrics
 from longspan.tasks.scratch import make_writer
 from longspan.tasks.summaries import ROUGE, Rouge, read_requests
 from longspan.tasks.summarize import Summarize
@@ -150,7 +150,7 @@ def _carry_out(task: Summarize, run: Path, limit: int, console: Console) -> Arm:
             for one, first, text in zip(wanted, task.leads(wanted), texts, strict=True)
         ]
         checkpoint.write_text(run / _WRITTEN, "\n".join(lines) + "\n")
-    last = next(entry for entry in reversed(entries(run)) if "split" not in entry)
+    last = next(entry for entry in reversed(read_metrics(run)) if "split" not in entry)
     return Arm(
         task.recipe.name,
         task.recipe.model.length,

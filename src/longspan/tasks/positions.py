@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from longspan.hub.convert import positions_of
 from longspan.models import LongspanForMaskedLM
-from longspan.tasks.finetune import done_before, entries, finetune, half
+from longspan.tasks.finetune import done_before, finetune, half, read_metrics
 from longspan.tasks.mlm import MaskedLM
 from longspan.tasks.start import build_model, find_source, has_head, load_tokenizer
 from longspan.train import checkpoint
@@ -202,8 +202,8 @@ def _carry_out(task: MaskedLM, name: str, run: Path, trains: bool, console: Cons
         checkpoint.write_json(run / "recipe.json", recipe.to_dict())
         checkpoint.write_json(run / "results.json", {"valid": scores})
     console.print(f"{scores['bits_per_character']:.4f} bits per character", highlight=False)
-    entered = entries(run)
-    last = next((e for e in reversed(entered) if "split" not in e), {})
+    entries = read_metrics(run)
+    last = next((e for e in reversed(entries) if "split" not in e), {})
     return Arm(
         name,
         KINDS[name].label,
@@ -213,7 +213,7 @@ def _carry_out(task: MaskedLM, name: str, run: Path, trains: bool, console: Cons
         last.get("step", 0),
         last.get("tokens", 0),
         last.get("training_seconds", 0.0),
-        [(e["step"], e["bits_per_character"]) for e in entered if e.get("split") == "valid"],
+        [(e["step"], e["bits_per_character"]) for e in entries if e.get("split") == "valid"],
     )
 
 

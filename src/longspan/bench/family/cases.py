@@ -31,6 +31,12 @@ DECODERS = (
     *("causal-window", "causal-performer", "sparse-strided", "sparse-fixed"),
     *("adaptive-span", "causal-dense"),
 )
+# Public implementations, see `rivals`; measured where they are installed.
+ENCODER_RIVALS = (
+    *("performer-pytorch", "linformer-package", "transformers-bigbird"),
+    *("reformer-pytorch", "transformers-reformer", "routing-transformer"),
+)
+DECODER_RIVALS = ("causal-performer-pytorch",)
 
 
 def suite(
@@ -50,5 +56,8 @@ def suite(
         Job(replace(base, tokens=n, causal=causal), contenders)
         for n in known
         if lengths is None or n in lengths
-        for causal, contenders in ((False, ENCODERS), (True, DECODERS))
+        for causal, contenders in (
+            (False, ENCODERS + ENCODER_RIVALS),
+            (True, DECODERS + DECODER_RIVALS),
+        )
     ]

@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.benchmark import Contenders, Workload
 from longspan.bench.family.cases import DECODERS, FamilyCase
+from longspan.bench.family.rivals import RIVALS
+from longspan.layers.causal import Attended
 from longspan.layers.registry import build_attention, build_causal_attention
 
 
@@ -58,7 +60,7 @@ MECHANISMS = {
             "kind": "sparse",
             "stride": _root(c),
             "pattern": "fixed",
-            "summary": max(1, _root(c) // 8),
+            "summary": max(1, c.reach // 64),  # constant: a share of the stride would be n^2
         },
         waits=True,
     ),
@@ -87,27 +89,39 @@ class Dense(nn.Module):
 
 def _build(name: str, case: FamilyCase, device: torch.device) -> Workload:
     torch.manual_seed(0)
-    dtype = getattr(torch, case.dtype)
-    causal, setting = name in DECODERS, MECHANISMS[name].setting(case)
+    setting = MECHANISMS[name].setting(case)
     if not setting:
         layer: nn.Module = Dense(case.hidden, case.heads)
     else:
-        make = build_causal_attention if causal else build_attention
+        make = build_causal_attention if name in DECODERS else build_attention
         layer = make(case.hidden, case.heads, setting)
+    return _workload(layer, case, device, MECHANISMS[name].waits)
+
+
+def _build_rival(name: str, case: FamilyCase, device: torch.device) -> Workload:
+    torch.manual_seed(0)
+    return _workload(RIVALS[name].make(case), case, device, waits=True)
+
+
+def _workload(layer: nn.Module, case: FamilyCase, device: torch.device, waits: bool) -> Workload:
+    dtype = getattr(torch, case.dtype)
     layer = layer.to(device, dtype).eval()
     hidden = torch.randn(case.batch, case.tokens, case.hidden, device=device, dtype=dtype)
 
     def forward() -> Tensor:
         done = layer(hidden)
-        return done.out if causal else done  # decoders' layers return their state beside it
+        # Decoders' layers return their state beside it.
+        return done.out if isinstance(done, Attended) else done
 
     weights = list(layer.parameters())
     resident = sum(weight.numel() * weight.element_size() for weight in weights)
     output = torch.empty_like(hidden)
-    return Workload(forward, [hidden, *weights], output, resident, MECHANISMS[name].waits)
+    return Workload(forward, [hidden, *weights], output, resident, waits)
 
 
 CONTENDERS = Contenders()
 for _name, _mechanism in MECHANISMS.items():
     # A partial, as it travels to the process that measures memory.
     CONTENDERS.register(_name, _mechanism.label)(partial(_build, _name))
+for _name, _rival in RIVALS.items():
+    CONTENDERS.register(_name, _rival.label, package=_rival.package)(partial(_build_rival, _name))
