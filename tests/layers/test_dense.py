@@ -1,4 +1,4 @@
-"""One product for a projection and its activation: as exact as torch's own, and never a surprise."""
+"""One product for a projection and its activation: as exact as torch's own, and no surprise."""
 
 from typing import Any
 

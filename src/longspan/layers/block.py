@@ -9,7 +9,6 @@ from longspan.layers.base import AttentionLayer
 from longspan.layers.dense import project
 from longspan.ops.window import Visibility
 
-
 # Tokens that the feed-forward part takes at a time where nothing has to be kept for gradients: what
 # is inside is four times as wide as what goes in.
 _TOKENS = 512
