@@ -79,6 +79,8 @@ def test_training_is_refused() -> None:
 def test_what_cannot_be_quantized_is_refused() -> None:
     with pytest.raises(ValueError, match="int8 already"):
         longspan.quantize(longspan.quantize(model()))
+    with pytest.raises(ValueError, match="its weights are int8; give the model"):
+        longspan.to_transformers(longspan.quantize(model()))
     with pytest.raises(TypeError, match="only longspan's encoders"):
         longspan.quantize(longformer("Model"))
     sizes: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
