@@ -89,13 +89,18 @@ def convert(
             exists=True, dir_okay=False, help="A text file to compare the two models on, as well."
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="int8: keep the weights of the layers as int8, for inference on a CPU."),
+    ] = None,
 ) -> None:
     """Make a pretrained encoder long.
 
     BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA or ModernBERT, or the encoder of BART or
     mBART; a Longformer or LED comes over as it is. Weights, head, labels and tokenizer are kept,
     learned positions are repeated. The report says how far the outputs of the two models are apart
-    on input that fits the window; there they should be equal but for rounding.
+    on input that fits the window; there they should be equal but for rounding. With int8 weights
+    a second one says how far these move hidden states and embeddings.
 
     [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
     """
@@ -107,13 +112,20 @@ def convert(
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what is missing or left over is reported by us
     console = _console()
+    if quantize is not None:
+        _check_choice("--quantize", quantize, ["int8"])
     try:
         texts = [_text_of(path) for path in text or []]
         with console.status(f"converting {source} ..."):
             made = convert_checkpoint(
-                source, destination, max_length=max_length, window=window, texts=texts
+                source,
+                destination,
+                max_length=max_length,
+                window=window,
+                texts=texts,
+                int8=quantize is not None,
             )
-    except (ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     show(made, console)
     console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
@@ -235,6 +247,8 @@ def attention(
     fresh: _Fresh = False,
 ) -> None:
     """Time and memory of window attention against its alternatives, forward and backward.
+
+    On a CPU a run in float32 also measures what is targeted in bfloat16 and on two threads.
 
     Writes [bold]attention-<device>.json[/] after every point, so an interrupted run goes on where
     it stopped when started again the same way, then prints tables and draws figures from it.

@@ -33,6 +33,7 @@ class Case:
     tokens: int
     batch: int = 1
     dtype: str = "bfloat16"
+    threads: int | None = None  # of a CPU; None: as many as the run has
 
     def small(self) -> Case:
         """The same at a size that costs nothing, to warm up with."""
