@@ -19,7 +19,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "reduction": "convolution",
         "sharing": "none",
     },
-    "performer": {"kind": "performer", "features": 20},
+    "performer": {"kind": "performer", "features": 20, "eps": 0.0},  # gradients are exact
     "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu"},
     "performer-elu": {"kind": "performer", "kernel": "elu"},
     "bigbird": {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
