@@ -45,6 +45,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "pool": "mean",
         "share_weights": True,
     },
+    "blockwise": {"kind": "blockwise", "block": 5},
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},

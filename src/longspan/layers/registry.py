@@ -6,6 +6,7 @@ from typing import Any
 from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
 from longspan.layers.bigbird import BigBirdAttention
+from longspan.layers.blockwise import BlockwiseAttention
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
@@ -21,6 +22,7 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "performer": PerformerAttention,
     "bigbird": BigBirdAttention,
     "poolingformer": PoolingformerAttention,
+    "blockwise": BlockwiseAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -37,6 +39,7 @@ _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
     "bigbird": "its random blocks lie on both sides, and are others for another length",
     "poolingformer": "its windows and pools reach to both sides",
+    "blockwise": "its blocks are permuted, so that some see later ones",
 }
 _CAUSAL_ONLY = "it reads text in one direction"
 

@@ -172,8 +172,9 @@ def _attend(
     there = (listed >= 0)[..., None, :]
     bias = None
     if call.visible is not None:
-        place = torch.arange(own.start * call.size, (own.start + blocks) * call.size)
-        place = place.to(query.device).view(blocks, call.size, 1)
+        first, size = own.start * call.size, call.size
+        place = torch.arange(first, first + blocks * size, device=query.device)
+        place = place.view(blocks, size, 1)
         seen = call.visible(place, listed[..., None, :], *learned)
         if seen.dtype != torch.bool:
             bias = seen.to(query.dtype)
