@@ -46,6 +46,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "share_weights": True,
     },
     "blockwise": {"kind": "blockwise", "block": 5},
+    "bp": {"kind": "bp", "near": 2},
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},
@@ -54,6 +55,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "sparse-strided": {"kind": "sparse", "stride": 5},
     "sparse-fixed": {"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2},
     "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
+    "bp": {"kind": "bp", "near": 2},
 }
 
 

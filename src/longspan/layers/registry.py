@@ -7,6 +7,7 @@ from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
 from longspan.layers.bigbird import BigBirdAttention
 from longspan.layers.blockwise import BlockwiseAttention
+from longspan.layers.bp import BPAttention, CausalBP
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
@@ -23,6 +24,7 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "bigbird": BigBirdAttention,
     "poolingformer": PoolingformerAttention,
     "blockwise": BlockwiseAttention,
+    "bp": BPAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -33,6 +35,7 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "performer": CausalPerformer,
     "sparse": SparseAttention,
     "adaptive_span": AdaptiveSpanAttention,
+    "bp": CausalBP,
 }
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {

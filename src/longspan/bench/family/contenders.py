@@ -44,6 +44,8 @@ MECHANISMS = {
         },
         waits=True,
     ),
+    "blockwise": Mechanism("blockwise", lambda c: {"kind": "blockwise", "block": c.reach}),
+    "bp": Mechanism("BP", lambda c: {"kind": "bp", "near": c.reach // 32}, waits=True),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(
@@ -68,6 +70,7 @@ MECHANISMS = {
         lambda c: {"kind": "adaptive_span", "longest": c.reach, "start": 1.0},
         waits=True,
     ),
+    "causal-bp": Mechanism("BP", lambda c: {"kind": "bp", "near": c.reach // 16}, waits=True),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
 }
 

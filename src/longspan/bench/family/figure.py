@@ -22,6 +22,8 @@ COLOURS = {
     "sparse, strided": "#009E73",
     "sparse, fixed": "#CC79A7",
     "adaptive span": "#E69F00",
+    "blockwise": "#56B4E9",
+    "BP": "#8C564B",
     "dense, SDPA": "#555555",
 }
 KIND = "forward+backward"
