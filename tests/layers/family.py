@@ -56,6 +56,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "sparse-fixed": {"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2},
     "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
     "bp": {"kind": "bp", "near": 2},
+    "shortformer": {"kind": "shortformer", "segment": 6},
 }
 
 

@@ -13,6 +13,7 @@ from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
 from longspan.layers.poolingformer import PoolingformerAttention
+from longspan.layers.shortformer import ShortformerAttention
 from longspan.layers.sparse import SparseAttention
 from longspan.layers.window import WindowAttention
 from longspan.layers.xl import XLAttention
@@ -36,6 +37,7 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "sparse": SparseAttention,
     "adaptive_span": AdaptiveSpanAttention,
     "bp": CausalBP,
+    "shortformer": ShortformerAttention,
 }
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {

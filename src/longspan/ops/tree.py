@@ -41,10 +41,19 @@ class Level(NamedTuple):
 
 class Tree(NamedTuple):
     """What a causal call needs to know of the tokens before it: of each level, finest first, the
-    spans that a later token may see, some 2 * near of them."""
+    spans that a later token may see, some 2 * near of them. How many follows from the tokens."""
 
-    levels: tuple[Level, ...]
+    key: Tensor  # [batch, spans, heads, head_dim], in at least float32
+    value: Tensor
     tokens: int  # read so far
+
+    def levels(self, near: int) -> list[Level]:
+        """Of a tree made with this `near`."""
+        sizes = [2**number for number in range(_levels(self.tokens, near))]
+        first = [_first_kept(self.tokens, size, near) for size in sizes]
+        counts = [self.tokens // size - one for size, one in zip(sizes, first, strict=True)]
+        both = self.key.split(counts, 1), self.value.split(counts, 1)
+        return [Level(*level) for level in zip(*both, first, strict=True)]
 
 
 def tree_attention(
@@ -99,7 +108,7 @@ def causal_tree_attention(
 ) -> tuple[Tensor, Tree]:
     """[batch, tokens, heads, head_dim]: every token sees itself and spans that end before it, also
     of the tokens read `before`; and the tree after the last. Arguments as in `tree_attention`."""
-    read, known = (0, ()) if before is None else (before.tokens, before.levels)
+    read, known = (0, []) if before is None else (before.tokens, before.levels(near))
     tokens = read + query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     new, levels, kept = (key.to(wide), value.to(wide)), [], []
@@ -110,20 +119,25 @@ def causal_tree_attention(
         first, size = known[number].first if number < len(known) else 0, 2**number
         levels.append(Level(new[0].to(query.dtype), new[1].to(query.dtype), first))
         # What a token behind the last may see; the rest is part of larger spans by now.
-        keep = 2 * max(0, (tokens + 1 - near * (2 * size - 1)) // (2 * size))
-        kept.append(Level(*(t[:, keep - first :].detach().clone() for t in new), keep))
+        keep = _first_kept(tokens, size, near)
+        kept.append([t[:, keep - first :].detach() for t in new])
         # Parents that have become complete, or all if none of their level were wanted so far.
         begin = read // (2 * size) if number + 1 < len(known) else 0
         pairs = slice(2 * begin - first, 2 * (tokens // (2 * size)) - first)
         new = [t[:, pairs].unflatten(1, (-1, 2)).mean(2) for t in new]
     lists = _lists(levels, read, tokens, near, causal=True)
     out = _attend(query, levels, lists._replace(listed=lists.listed[None, None]), dropout_p)
-    return out, Tree(tuple(kept), tokens)
+    return out, Tree(*(torch.cat(parts, 1) for parts in zip(*kept, strict=True)), tokens)
 
 
 def _levels(tokens: int, near: int) -> int:
     """How many levels have spans that one of so many tokens can see: near * (size - 1) < tokens."""
     return ((tokens - 1) // near + 1).bit_length()
+
+
+def _first_kept(tokens: int, size: int, near: int) -> int:
+    """The first span of `size` that a token behind so many may see: its parent is not yet far."""
+    return 2 * max(0, (tokens + 1 - near * (2 * size - 1)) // (2 * size))
 
 
 class _Lists(NamedTuple):
