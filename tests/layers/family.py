@@ -47,6 +47,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     },
     "blockwise": {"kind": "blockwise", "block": 5},
     "bp": {"kind": "bp", "near": 2},
+    "funnel": {"kind": "funnel", "stride": 1},  # a greater one returns fewer tokens
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},

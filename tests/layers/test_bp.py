@@ -16,7 +16,7 @@ def test_a_state_grows_with_the_logarithm():
     made, hidden = causal_layer({"kind": "bp", "near": 2}), states(1, 600)
     sizes = []
     for tokens in (150, 300, 600):
-        sizes.append(made(hidden[:, :tokens], keep_state=True).state.key.shape[1])
+        sizes.append(made(hidden[:, :tokens], keep_state=True).state.both.shape[1])
     assert sizes[2] - sizes[1] <= 8
     assert sizes[2] < 600 / HEADS / 3
 

@@ -1,4 +1,4 @@
-"""BP-Transformer: tokens see the spans of a binary tree, small ones nearby and large ones far away."""
+"""BP-Transformer: tokens see spans of a binary tree, small ones nearby and large ones far away."""
 
 from torch import Tensor
 

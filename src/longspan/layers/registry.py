@@ -10,6 +10,7 @@ from longspan.layers.blockwise import BlockwiseAttention
 from longspan.layers.bp import BPAttention, CausalBP
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
+from longspan.layers.funnel import FunnelAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
 from longspan.layers.poolingformer import PoolingformerAttention
@@ -26,6 +27,7 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "poolingformer": PoolingformerAttention,
     "blockwise": BlockwiseAttention,
     "bp": BPAttention,
+    "funnel": FunnelAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -44,6 +46,7 @@ _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
     "bigbird": "its random blocks lie on both sides, and are others for another length",
     "poolingformer": "its windows and pools reach to both sides",
+    "funnel": "its pools put tokens together with later ones, and are read by all",
     "blockwise": "its blocks are permuted, so that some see later ones",
 }
 _CAUSAL_ONLY = "it reads text in one direction"

@@ -99,9 +99,7 @@ class ShortformerAttention(MemoryAttention):
             mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device)
             mask = mask.tril(before + inside)
         key = key[:, seen] + for_key[size - before : size + inside + tokens]
-        return self._softmax(
-            query + for_query[inside : inside + tokens], key, value[:, seen], mask
-        )
+        return self._softmax(query + for_query[inside : inside + tokens], key, value[:, seen], mask)
 
     def _whole(
         self,
@@ -120,7 +118,8 @@ class ShortformerAttention(MemoryAttention):
         value = torch.cat((value[:, :-1], value[:, 1:]), 2)
         query = query.unflatten(1, (-1, size)) + for_query
         mask = torch.ones(size, 2 * size, dtype=torch.bool, device=query.device).tril(size)
-        out = self._softmax(*(t.flatten(0, 1) for t in (query, key, value)), mask)
+        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        out = self._softmax(query, key, value, mask)
         return out.unflatten(0, (batch, -1)).flatten(1, 2)
 
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

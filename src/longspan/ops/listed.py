@@ -114,7 +114,9 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         query, key, value, *learned = ctx.saved_tensors
         call: _Call = ctx.call
         learned = [t.detach().requires_grad_() for t in learned]
@@ -123,10 +125,12 @@ class _Pieces(torch.autograd.Function):
         with _random_again(query.device, ctx.random):
             for own in call.pieces():
                 at = _places(call.listed[:, :, own], key)
-                leaves = [query[:, :, own], _take(key, at), _take(value, at)]
-                leaves = [t.detach().requires_grad_() for t in leaves]
+                q, k, v = leaves = [
+                    t.detach().requires_grad_()
+                    for t in (query[:, :, own], _take(key, at), _take(value, at))
+                ]
                 with torch.enable_grad():
-                    out = _attend(*leaves, call, own, *learned)
+                    out = _attend(q, k, v, call, own, *learned)
                 found = torch.autograd.grad(out, [*leaves, *learned], gradient[:, :, own])
                 by_query[:, :, own] = found[0]
                 for total, more in zip(sums[:2], found[1:3], strict=True):

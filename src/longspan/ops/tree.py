@@ -30,21 +30,19 @@ _BLOCK = 64  # queries whose spans are listed together
 class Level(NamedTuple):
     """Spans of one size, the first of them being number `first`."""
 
-    key: Tensor  # [batch, spans, heads, head_dim]
-    value: Tensor
+    both: Tensor  # [batch, spans, 2, heads, head_dim]: key and value
     first: int
 
     @property
     def end(self) -> int:
-        return self.first + self.key.shape[1]
+        return self.first + self.both.shape[1]
 
 
 class Tree(NamedTuple):
     """What a causal call needs to know of the tokens before it: of each level, finest first, the
     spans that a later token may see, some 2 * near of them. How many follows from the tokens."""
 
-    key: Tensor  # [batch, spans, heads, head_dim], in at least float32
-    value: Tensor
+    both: Tensor  # [batch, spans, 2, heads, head_dim], in at least float32
     tokens: int  # read so far
 
     def levels(self, near: int) -> list[Level]:
@@ -52,8 +50,7 @@ class Tree(NamedTuple):
         sizes = [2**number for number in range(_levels(self.tokens, near))]
         first = [_first_kept(self.tokens, size, near) for size in sizes]
         counts = [self.tokens // size - one for size, one in zip(sizes, first, strict=True)]
-        both = self.key.split(counts, 1), self.value.split(counts, 1)
-        return [Level(*level) for level in zip(*both, first, strict=True)]
+        return [Level(*level) for level in zip(self.both.split(counts, 1), first, strict=True)]
 
 
 def tree_attention(
@@ -75,19 +72,19 @@ def tree_attention(
         dropout_p: on the attention weights.
     """
     tokens = query.shape[1]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    count = query.new_ones(1, tokens, dtype=wide) if valid is None else valid.to(wide)
+    both = _side_by_side(key, value)
+    count = both.new_ones(1, tokens) if valid is None else valid.to(both.dtype)
     if valid is not None:
-        key, value = (t.masked_fill(~valid[..., None, None], 0.0) for t in (key, value))
-    levels, there, both = [Level(key, value, 0)], [count], (key.to(wide), value.to(wide))
+        both = both.masked_fill(~valid[..., None, None, None], 0.0)
+    levels, there = [Level(both, 0)], [count]
     while len(levels) < _levels(tokens, near):
         # Means of two spans, the second of which may be missing or have fewer tokens.
-        parts = pad(count, (0, count.shape[1] % 2)).unflatten(1, (-1, 2))
+        odd = count.shape[1] % 2
+        parts = pad(count, (0, odd)).unflatten(1, (-1, 2))
         count = parts.sum(2)
-        share = (parts / count.clamp(min=1)[..., None])[..., None, None]
-        even = (0, 0, 0, 0, 0, both[0].shape[1] % 2)
-        both = [(pad(t, even).unflatten(1, (-1, 2)) * share).sum(2) for t in both]
-        levels.append(Level(*(t.to(query.dtype) for t in both), 0))
+        share = (parts / count.clamp(min=1)[..., None])[..., None, None, None]
+        both = (pad(both, (0, 0, 0, 0, 0, 0, 0, odd)).unflatten(1, (-1, 2)) * share).sum(2)
+        levels.append(Level(both, 0))
         there.append(count)
     lists = _lists(levels, 0, tokens, near, causal=False)
     listed = lists.listed[None, None]
@@ -110,24 +107,28 @@ def causal_tree_attention(
     of the tokens read `before`; and the tree after the last. Arguments as in `tree_attention`."""
     read, known = (0, []) if before is None else (before.tokens, before.levels(near))
     tokens = read + query.shape[1]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    new, levels, kept = (key.to(wide), value.to(wide)), [], []
+    new, levels, kept = _side_by_side(key, value), [], []
     for number in range(_levels(tokens, near)):
+        size, first = 2**number, 0
         if number < len(known):
-            old = known[number]
-            new = [torch.cat(pair, 1) for pair in zip(old[:2], new, strict=True)]
-        first, size = known[number].first if number < len(known) else 0, 2**number
-        levels.append(Level(new[0].to(query.dtype), new[1].to(query.dtype), first))
+            old, first = known[number]
+            new = torch.cat((old.to(new.dtype), new), 1)
+        levels.append(Level(new, first))
         # What a token behind the last may see; the rest is part of larger spans by now.
         keep = _first_kept(tokens, size, near)
-        kept.append([t[:, keep - first :].detach() for t in new])
+        kept.append(new[:, keep - first :].detach())
         # Parents that have become complete, or all if none of their level were wanted so far.
         begin = read // (2 * size) if number + 1 < len(known) else 0
         pairs = slice(2 * begin - first, 2 * (tokens // (2 * size)) - first)
-        new = [t[:, pairs].unflatten(1, (-1, 2)).mean(2) for t in new]
+        new = new[:, pairs].unflatten(1, (-1, 2)).mean(2)
     lists = _lists(levels, read, tokens, near, causal=True)
     out = _attend(query, levels, lists._replace(listed=lists.listed[None, None]), dropout_p)
-    return out, Tree(*(torch.cat(parts, 1) for parts in zip(*kept, strict=True)), tokens)
+    return out, Tree(torch.cat(kept, 1), tokens)
+
+
+def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
+    """[batch, tokens, 2, heads, head_dim], in a precision to take means in."""
+    return torch.stack((key, value), 2).to(torch.promote_types(key.dtype, torch.float32))
 
 
 def _levels(tokens: int, near: int) -> int:
@@ -152,7 +153,7 @@ class _Lists(NamedTuple):
 def _lists(levels: Sequence[Level], read: int, tokens: int, near: int, *, causal: bool) -> _Lists:
     """For the queries from place `read` to `tokens`. A span may be listed twice in a block: for
     queries on its right and on its left."""
-    device = levels[0].key.device
+    device = levels[0].both.device
     size = min(_BLOCK, tokens - read)
     block = torch.arange(read, tokens, size, device=device)[:, None]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -177,13 +178,14 @@ def _lists(levels: Sequence[Level], read: int, tokens: int, near: int, *, causal
             real = (one >= level.first) & (one < level.end)
             place = torch.where(real, one - level.first + offset, -1)
             found.append((place, first - read, last - read))
-        offset += level.key.shape[1]
+        offset += level.both.shape[1]
     listed, first, last = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
     return _Lists(listed, first, last, size)
 
 
 def _attend(query: Tensor, levels: Sequence[Level], lists: _Lists, dropout_p: float) -> Tensor:
-    key, value = (torch.cat(parts, 1) for parts in zip(*(level[:2] for level in levels), strict=True))
+    both = torch.cat([level.both for level in levels], 1).to(query.dtype)
+    key, value = both.unbind(2)
 
     def inside(place: Tensor, keys: Tensor) -> Tensor:
         block = place[:, 0] // lists.size  # [blocks, 1]

@@ -28,11 +28,11 @@ class FamilyCase(Case):
 
 ENCODERS = (
     *("window", "linformer", "performer", "bigbird", "poolingformer"),
-    *("blockwise", "bp", "dense"),
+    *("blockwise", "bp", "funnel", "dense"),
 )
 DECODERS = (
     *("causal-window", "causal-performer", "sparse-strided", "sparse-fixed"),
-    *("adaptive-span", "causal-bp", "causal-dense"),
+    *("adaptive-span", "causal-bp", "shortformer", "causal-dense"),
 )
 
 

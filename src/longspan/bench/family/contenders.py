@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longspan.bench.benchmark import Contenders, Workload
 from longspan.bench.family.cases import DECODERS, FamilyCase
 from longspan.layers.registry import build_attention, build_causal_attention
+from longspan.ops.shorten import count_pools
 
 
 class Mechanism(NamedTuple):
@@ -45,7 +46,8 @@ MECHANISMS = {
         waits=True,
     ),
     "blockwise": Mechanism("blockwise", lambda c: {"kind": "blockwise", "block": c.reach}),
-    "bp": Mechanism("BP", lambda c: {"kind": "bp", "near": c.reach // 32}, waits=True),
+    "bp": Mechanism("BP", lambda c: {"kind": "bp", "near": max(1, c.reach // 32)}, waits=True),
+    "funnel": Mechanism("Funnel", lambda c: {"kind": "funnel", "stride": 2}),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(
@@ -71,6 +73,9 @@ MECHANISMS = {
         waits=True,
     ),
     "causal-bp": Mechanism("BP", lambda c: {"kind": "bp", "near": c.reach // 16}, waits=True),
+    "shortformer": Mechanism(
+        "Shortformer", lambda c: {"kind": "shortformer", "segment": c.reach // 2}
+    ),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
 }
 
@@ -107,7 +112,9 @@ def _build(name: str, case: FamilyCase, device: torch.device) -> Workload:
 
     weights = list(layer.parameters())
     resident = sum(weight.numel() * weight.element_size() for weight in weights)
-    output = torch.empty_like(hidden)
+    # A layer may return fewer tokens than it was given.
+    left = count_pools(case.tokens, getattr(layer, "shortens", 1))
+    output = hidden.new_empty(case.batch, left, case.hidden)
     return Workload(forward, [hidden, *weights], output, resident, MECHANISMS[name].waits)
 
 
