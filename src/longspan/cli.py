@@ -247,6 +247,7 @@ def attention(
 
 @bench_app.command()
 def models(
+    model: Annotated[str, typer.Option(help="encoder, or led: encoder-decoders.")] = "encoder",
     quick: _Quick = False,
     device: _Device = None,
     dtype: _Dtype = None,
@@ -258,20 +259,26 @@ def models(
     output: _Output = Path("build/bench"),
     fresh: _Fresh = False,
 ) -> None:
-    """Tokens per second and memory of whole encoders, forward and training.
+    """Tokens per second and memory of whole models, forward and training.
 
     longspan, a transformers Longformer before and after [bold]longspan.patch[/], RoBERTa and
     ModernBERT with PyTorch's dense attention: base size, random weights, one global token where
     there are any, compiled on a GPU where that works. A step is forward and backward to all
     weights; the optimiser, which costs the same for every length, is no part of it.
 
-    Writes [bold]models-<device>.json[/] after every point, so an interrupted run goes on where
-    it stopped when started again the same way, then prints tables and draws figures from it.
+    [bold]--model led[/]: our encoder-decoder against transformers' LED, as it is and patched; a
+    training step, generation with beams, and what the memory of a step follows.
+
+    Writes [bold]models-<device>.json[/], or [bold]led-<device>.json[/], after every point, so an
+    interrupted run goes on where it stopped when started again the same way, then prints tables
+    and draws figures from it.
 
     [bold]longspan bench models --quick[/] tries it on a small model in a minute or two;
     [bold]longspan bench models --only longspan --only roberta[/] narrows the field.
     """
-    _bench("models", quick, device, dtype, threads, lengths, only or [], output, fresh)
+    _check_choice("--model", model, ["encoder", "led"])
+    name = "models" if model == "encoder" else model
+    _bench(name, quick, device, dtype, threads, lengths, only or [], output, fresh)
 
 
 @bench_app.command()

@@ -1,5 +1,6 @@
 """The commands of tasks on examples: the part of `train` that finetunes, and predict."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +104,12 @@ def predict(
     conll: Annotated[
         Path | None, typer.Option(help="The clusters of a coreference run as CoNLL-2012, too.")
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream", help="Show summaries word by word, as they are written; no beams."
+        ),
+    ] = False,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Predict every row of a table, in its order, as JSON lines; a killed one can be resumed."""
@@ -125,14 +132,15 @@ def predict(
         use = Pipeline(run, which=checkpoint, too_long=policy)
         if conll is not None and use.recipe.task != "coref":
             raise ValueError(f"--conll: {run} finds no clusters, its task is {use.recipe.task}")
-        with console.status("predicting ...") as status:
+        with nullcontext() if stream else console.status("predicting ...") as status:
             count = predict_file(
                 use,
                 file,
                 target,
                 resume=resume,
-                batch=batch,
-                progress=lambda done: status.update(f"{done:,} rows"),
+                batch=1 if stream else batch,
+                progress=lambda done: status and status.update(f"{done:,} rows"),
+                say=(lambda text: typer.echo(text, nl=False)) if stream else None,
             )
         if conll is not None:
             write_clusters(use, file, target, conll)

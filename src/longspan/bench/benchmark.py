@@ -1,7 +1,7 @@
 """What a benchmark is: cases, contenders that solve them, points, and what is made of these.
 
-`attention`, `models`, `lm` and `family` beside this file are those there are; measuring, storing
-and reporting know none of them.
+`attention`, `models`, `led`, `lm` and `family` beside this file are those there are; measuring,
+storing and reporting know none of them.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Benchmark:
         return [job for job in jobs if job.contenders]
 
 
-BENCHMARKS = ("attention", "models", "lm", "family")
+BENCHMARKS = ("attention", "models", "led", "lm", "family")
 
 
 def find(name: str) -> Benchmark:

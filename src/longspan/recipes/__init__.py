@@ -84,7 +84,7 @@ def find(name: str) -> Recipe:
 def find_study(name: str) -> list[Recipe]:
     """The recipes of a study, or an error with the nearest name there is."""
     if name not in STUDIES:
-        raise ValueError(unknown(f"study {name}", name, {*STUDIES, "positions"}))
+        raise ValueError(unknown(f"study {name}", name, {*STUDIES, "positions", "summaries"}))
     return [find(own) for own in STUDIES[name]]
 
 
