@@ -19,7 +19,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "reduction": "convolution",
         "sharing": "none",
     },
-    "performer": {"kind": "performer", "features": 20},
+    "performer": {"kind": "performer", "features": 20, "eps": 0.0},  # gradients are exact
     "performer-relu": {"kind": "performer", "features": 20, "kernel": "relu"},
     "performer-elu": {"kind": "performer", "kernel": "elu"},
     "bigbird": {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
@@ -45,6 +45,9 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "pool": "mean",
         "share_weights": True,
     },
+    "blockwise": {"kind": "blockwise", "block": 5},
+    "bp": {"kind": "bp", "near": 2},
+    "funnel": {"kind": "funnel", "stride": 1},  # a greater one returns fewer tokens
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},
@@ -53,6 +56,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "sparse-strided": {"kind": "sparse", "stride": 5},
     "sparse-fixed": {"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2},
     "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
+    "bp": {"kind": "bp", "near": 2},
+    "shortformer": {"kind": "shortformer", "segment": 6},
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan.ops import linear as module
 from longspan.ops.linear import (
     KERNELS,
     causal_linear_attention,
@@ -88,9 +89,12 @@ def product(query, key, value, projection, kernel, causal, valid=None, eps=0.0):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", [1, 50])
-def test_against_the_product_formed(kernel, tokens):
+@pytest.mark.parametrize("tokens", [1, 50, 300])
+@pytest.mark.parametrize("at_a_time", [1, 10**9])
+def test_against_the_product_formed(kernel, tokens, at_a_time, monkeypatch):
+    monkeypatch.setattr(module, "_CPU_FEATURES", at_a_time)
     given, projection = tensors(tokens)
+    given = [t.requires_grad_() for t in given]
     valid = torch.ones(2, tokens, dtype=torch.bool)
     valid[1, tokens // 2 + 1 :] = False
     for mask, eps in ((None, 1e-6), (valid, 1e-3)):
@@ -99,11 +103,20 @@ def test_against_the_product_formed(kernel, tokens):
             *given, projection=projection, kernel=kernel, causal=False, valid=mask, eps=eps
         )
         torch.testing.assert_close(found, wanted)
+    out = torch.randn_like(given[0])
+    both = (
+        linear_attention(*given, projection=projection, kernel=kernel, valid=valid, eps=0.0),
+        product(*given, projection=projection, kernel=kernel, causal=False, valid=valid),
+    )
+    for one, other in zip(*(torch.autograd.grad(t, given, out) for t in both), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tokens", [1, 128, 129, 300])
-def test_the_scan_against_the_product_formed(kernel, tokens):
+@pytest.mark.parametrize("at_a_time", [1, 10**9])
+def test_the_scan_against_the_product_formed(kernel, tokens, at_a_time, monkeypatch):
+    monkeypatch.setattr(module, "_CPU_FEATURES", at_a_time)
     given, projection = tensors(tokens)
     given = [t.requires_grad_() for t in given]
     found, _ = causal_linear_attention(*given, projection=projection, kernel=kernel)

@@ -57,7 +57,7 @@ def nearer_is_better(place, keys):
 @pytest.mark.parametrize("visible", [None, causal, nearer_is_better])
 @pytest.mark.parametrize("together", [1, 10**9])
 def test_against_a_mask(lists, visible, together, monkeypatch):
-    monkeypatch.setattr(module, "_SCORES", together)
+    monkeypatch.setattr(module, "_CPU_SCORES", together)
     tensors, listed = problem(11, 13, lists, 5, size=4)
     found = listed_attention(*tensors, listed, visible, size=4)
     wanted = dense(*tensors, listed, 4, visible)
@@ -70,6 +70,38 @@ def test_against_a_mask(lists, visible, together, monkeypatch):
         strict=True,
     ):
         torch.testing.assert_close(one, other)
+
+
+def test_what_was_dropped_is_dropped_again(monkeypatch):
+    """What comes out is linear in the values, so it must be what their gradients say."""
+    monkeypatch.setattr(module, "_CPU_SCORES", 1)
+    tensors, listed = problem(11, 13, (2, 3), 5, size=4)
+    torch.manual_seed(1)
+    out = listed_attention(*tensors, listed, size=4, dropout_p=0.5)
+    after = torch.rand(3)
+    other = torch.randn_like(out)
+    (by_value,) = torch.autograd.grad(out, tensors[2], other)
+    torch.testing.assert_close((by_value * tensors[2]).sum(), (out * other).sum())
+    torch.manual_seed(1)
+    again = listed_attention(*tensors, listed, size=4, dropout_p=0.5)
+    assert torch.equal(again, out)
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_what_the_bias_depends_on_learns(monkeypatch):
+    tensors, listed = problem(11, 13, (1, 3), 5, size=4)
+    slope = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)
+
+    def slanted(place, keys, slope):
+        return -(place - keys).abs() * slope
+
+    found = []
+    for together in (1, 10**9):
+        monkeypatch.setattr(module, "_CPU_SCORES", together)
+        out = listed_attention(*tensors, listed, slanted, slope, size=4)
+        found.append(torch.autograd.grad(out.square().sum(), slope)[0])
+    torch.testing.assert_close(*found)
+    assert found[0].item() != 0.0
 
 
 def test_lists_must_fit():

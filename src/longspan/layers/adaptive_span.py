@@ -78,7 +78,7 @@ class AdaptiveSpanAttention(CausalAttention):
         listed = start + torch.arange(-reach, size, device=hidden.device)
         listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)[None, None]
 
-        def fading(place: Tensor, keys: Tensor) -> Tensor:
+        def fading(place: Tensor, keys: Tensor, spans: Tensor) -> Tensor:
             distance = place + before - keys
             left = (self.ramp + spans[:, None, None, None] - distance) / self.ramp
             seen = (distance >= 0) & (distance <= reach) & (left > 0)
@@ -86,7 +86,9 @@ class AdaptiveSpanAttention(CausalAttention):
             return torch.where(seen, left.clamp(max=1.0), 1.0).log().masked_fill(~seen, -torch.inf)
 
         out = listed_attention(
-            query, known.key, known.value, listed, fading, size=size, dropout_p=self.dropout_p
+            *(query, known.key, known.value, listed, fading, spans),
+            size=size,
+            dropout_p=self.dropout_p,
         )
         loss = self.cost * spans.mean() / max(1, self.longest) if self.training else None
         # The longest possible is kept, as spans may have grown when it is read.

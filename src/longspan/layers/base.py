@@ -17,6 +17,8 @@ class AttentionLayer(nn.Module):
     stands in its document.
     """
 
+    # Above 1 it returns one for so many tokens, and is told by `pools` which.
+    shortens = 1
     needs_positions = False  # of the global tokens; a compiled model must know how many there are
 
     def share(self, before: "Sequence[AttentionLayer]") -> None:

@@ -1,12 +1,14 @@
 """One encoder layer: attention, then feed-forward, each added to its input."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.dense import project
+from longspan.ops.shorten import Pools
 from longspan.ops.window import Visibility
 
 # Tokens that the feed-forward part takes at a time where nothing has to be kept for gradients: what
@@ -15,7 +17,7 @@ _TOKENS = 512
 
 
 class Block(nn.Module):
-    """[batch, tokens, dim] -> the same.
+    """[batch, tokens, dim] -> the same, or fewer tokens if the attention returns fewer.
 
     Args:
         attention: a layer of the registry, without its output projection.
@@ -66,10 +68,19 @@ class Block(nn.Module):
         seen: Visibility,
         positions: Tensor | None = None,
         position_ids: Tensor | None = None,
+        pools: Pools | None = None,
     ) -> Tensor:
-        """`seen`, `positions` and `position_ids` describe the batch, see `AttentionLayer`."""
-        about = {"seen": seen, "positions": positions, "position_ids": position_ids}
+        """`seen`, `positions` and `position_ids` describe the batch, see `AttentionLayer`. With an
+        attention that makes it shorter, `pools` say how, and fewer tokens are returned."""
+        about: dict[str, Any] = {
+            "seen": seen,
+            "positions": positions,
+            "position_ids": position_ids,
+        }
+        if pools is not None:
+            about["pools"] = pools
         mixed = project(self.project, self.attention(self.attention_input(hidden), **about))
+        hidden = hidden if pools is None else pools.mean(hidden)
         hidden = hidden + self.dropout(mixed)
         if self.norm_first:
             return hidden + self.dropout(self._feed(self.feed_forward_norm(hidden)))

@@ -6,11 +6,15 @@ from typing import Any
 from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
 from longspan.layers.bigbird import BigBirdAttention
+from longspan.layers.blockwise import BlockwiseAttention
+from longspan.layers.bp import BPAttention, CausalBP
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.compressive import CompressiveAttention
+from longspan.layers.funnel import FunnelAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
 from longspan.layers.poolingformer import PoolingformerAttention
+from longspan.layers.shortformer import ShortformerAttention
 from longspan.layers.sparse import SparseAttention
 from longspan.layers.window import WindowAttention
 from longspan.layers.xl import XLAttention
@@ -21,6 +25,9 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "performer": PerformerAttention,
     "bigbird": BigBirdAttention,
     "poolingformer": PoolingformerAttention,
+    "blockwise": BlockwiseAttention,
+    "bp": BPAttention,
+    "funnel": FunnelAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -31,12 +38,16 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "performer": CausalPerformer,
     "sparse": SparseAttention,
     "adaptive_span": AdaptiveSpanAttention,
+    "bp": CausalBP,
+    "shortformer": ShortformerAttention,
 }
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
     "bigbird": "its random blocks lie on both sides, and are others for another length",
     "poolingformer": "its windows and pools reach to both sides",
+    "funnel": "its pools put tokens together with later ones, and are read by all",
+    "blockwise": "its blocks are permuted, so that some see later ones",
 }
 _CAUSAL_ONLY = "it reads text in one direction"
 

@@ -10,14 +10,46 @@ from longspan.layers.causal import Attended, CausalAttention, RelativePositions
 from longspan.ops.relative import banded_attention
 
 
-class XLAttention(CausalAttention):
-    """A segment attends to itself and to the layer's inputs of the `memory` tokens before it.
+class MemoryAttention(CausalAttention):
+    """What layers share that remember their inputs.
 
-    The state is a memory [batch, up to memory, dim or 3 * dim]: these inputs and, outside
-    training, their keys and values behind them, so that nothing is projected twice. While
-    training, weights change between segments, so that memories are projected anew. No gradient
-    flows into it. The two biases of the relative positions are the layer's own, not shared with
-    other layers.
+    The state is a memory [batch, tokens, dim or 3 * dim]: inputs and, outside training, their keys
+    and values behind them, so that nothing is projected twice. While training, weights change
+    between segments, so that memories are projected anew. No gradient flows into it.
+    """
+
+    def key_value(self, memory: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, tokens, heads, head_dim] of a memory: it asks no questions."""
+        memory = memory.to(dtype)
+        if memory.shape[2] > self.dim:
+            both = memory[..., self.dim :]
+        else:
+            bias = None if self.qkv.bias is None else self.qkv.bias[self.dim :]
+            both = linear(memory, self.qkv.weight[self.dim :], bias)
+        key, value = both.unflatten(-1, (2, self.heads, -1)).unbind(2)
+        return key, value
+
+    def fit(self, memory: Tensor) -> Tensor:
+        """A memory as training, or all else, wants it, whichever made it."""
+        if self.training:
+            return memory[..., : self.dim]
+        return self.remember(memory) if memory.shape[2] == self.dim else memory
+
+    def remember(self, inputs: Tensor) -> Tensor:
+        """A memory of some inputs [batch, tokens, dim]."""
+        return self.memory_of(inputs, *self.key_value(inputs, inputs.dtype))
+
+    def memory_of(self, inputs: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same where keys and values are known."""
+        if self.training:
+            return inputs.detach()
+        together = (inputs.to(key.dtype), key.flatten(2), value.flatten(2))
+        return torch.cat(together, 2).detach()
+
+
+class XLAttention(MemoryAttention):
+    """A segment attends to itself and to the layer's inputs of the `memory` tokens before it. The
+    two biases of the relative positions are the layer's own, not shared with other layers.
 
     Args:
         memory: tokens kept.
@@ -59,7 +91,7 @@ class XLAttention(CausalAttention):
     ) -> tuple[Tensor, Tensor]:
         """[batch, tokens, dim] from the tokens and the memory before them, and a memory of them."""
         query, key, value = self.project(hidden)
-        new = self._memory_of(hidden, key, value)
+        new = self.memory_of(hidden, key, value)
         if memory is not None and memory.shape[1] > 0:
             old_key, old_value = self.key_value(memory, hidden.dtype)
             key, value = torch.cat((old_key, key), 1), torch.cat((old_value, value), 1)
@@ -72,30 +104,3 @@ class XLAttention(CausalAttention):
             dropout_p=self.dropout_p,
         )
         return out.flatten(2), new
-
-    def key_value(self, memory: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, tokens, heads, head_dim] of a memory: it asks no questions."""
-        memory = memory.to(dtype)
-        if memory.shape[2] > self.dim:
-            both = memory[..., self.dim :]
-        else:
-            bias = None if self.qkv.bias is None else self.qkv.bias[self.dim :]
-            both = linear(memory, self.qkv.weight[self.dim :], bias)
-        key, value = both.unflatten(-1, (2, self.heads, -1)).unbind(2)
-        return key, value
-
-    def fit(self, memory: Tensor) -> Tensor:
-        """A memory as training, or all else, wants it, whichever made it."""
-        if self.training:
-            return memory[..., : self.dim]
-        return self.remember(memory) if memory.shape[2] == self.dim else memory
-
-    def remember(self, inputs: Tensor) -> Tensor:
-        """A memory of some inputs [batch, tokens, dim]."""
-        return self._memory_of(inputs, *self.key_value(inputs, inputs.dtype))
-
-    def _memory_of(self, inputs: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.training:
-            return inputs.detach()
-        together = (inputs.to(key.dtype), key.flatten(2), value.flatten(2))
-        return torch.cat(together, 2).detach()

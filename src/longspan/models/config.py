@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
@@ -23,6 +24,9 @@ class LongspanConfig(PreTrainedConfig):
             layer's "kind" ("window" if absent) and its options, for windows `window`, `dilation`
             (one number, or one per head), `global_tokens`, `separate_global` and, with rotary
             positions, the base of the `rotary` (10,000 if absent).
+        restored_layers: if layers of kind "funnel" shorten a document, as many of the last layers
+            read all of its tokens again: what became of a pool is repeated for its tokens, and
+            what they were before the first pooling is added. With 0 that is done at the very end.
         embedding_size: of the embeddings where it differs from `hidden_size`, as in ELECTRA.
         type_vocab_size: 0 for no token types at all.
         position: "learned", "sinusoidal", or "rotary": queries and keys are turned by their
@@ -64,6 +68,7 @@ class LongspanConfig(PreTrainedConfig):
     intermediate_size: int = 3072
     embedding_size: int | None = None
     attention: Any = None
+    restored_layers: int = 0
     norm_first: bool = False
     first_norm: bool = False
     gated: bool = False
@@ -165,6 +170,20 @@ class LongspanConfig(PreTrainedConfig):
         given = per_layer(given, self.num_hidden_layers)
         settings = [{"kind": "window", **rotary, **one} for one in given]
         try_out(settings, self.build_attention)
+        last = self.num_hidden_layers - self.restored_layers
+        if not 0 < last <= self.num_hidden_layers:
+            raise ValueError(
+                f"restored_layers={self.restored_layers} must be from 0 to "
+                f"{self.num_hidden_layers - 1}, one less than there are layers"
+            )
+        for layer, setting in enumerate(settings):
+            with torch.device("meta"):
+                shorter = layer >= last and self.build_attention(setting).shortens > 1
+            if shorter:
+                raise ValueError(
+                    f"layer {layer} makes documents shorter, but restored_layers="
+                    f"{self.restored_layers} wants it to read all tokens"
+                )
         return settings
 
     def build_attention(self, setting: Mapping[str, Any]) -> AttentionLayer:

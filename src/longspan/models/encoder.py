@@ -27,6 +27,7 @@ from longspan.models.inputs import (
 from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
 from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
+from longspan.ops.shorten import Pools, shorten
 from longspan.ops.window import Visibility, visibility
 from longspan.ops.window.api import check_masks
 
@@ -112,6 +113,13 @@ def mean_tokens(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tenso
         document = (torch.searchsorted(bounds, place, right=True) - 1) % bounds.shape[0]
         sums = sums.new_zeros(bounds.shape[0], dim + 1).index_add(0, document, sums[0])[:-1]
     return (sums[:, :-1] / sums[:, -1:].clamp(min=1)).to(hidden.dtype)
+
+
+def _restored(hidden: Tensor, shortened: list[Pools], before: Any) -> Any:
+    """As many tokens as there were, each with what became of its pool added to what it was."""
+    for pools in reversed(shortened):
+        hidden = pools.spread(hidden)
+    return before + hidden
 
 
 class LongspanPreTrainedModel(PreTrainedModel):
@@ -261,6 +269,8 @@ class LongspanModel(LongspanPreTrainedModel):
             cu_seqlens: [documents + 1] boundaries of documents packed into a single row, whose
                 positions count from the beginning of each. Poolers return one row per document.
             max_global_tokens: most global tokens in any row, see `LongspanConfig`.
+            output_hidden_states: also return those of each layer, of fewer tokens where layers made
+                the document shorter.
             output_attentions: also return each layer's weights, computed once more for that, as
                 an `AttentionMap` of a band, columns and rows; n x n weights are never formed.
         """
@@ -287,20 +297,36 @@ class LongspanModel(LongspanPreTrainedModel):
             check_positions(self.config, position_ids)
 
         words = given if input_ids is None else self.embeddings.look_up(input_ids)
-        hidden = self.embeddings(words, position_ids, token_type_ids)
-        about = seen, places, position_ids
+        hidden: Any = self.embeddings(words, position_ids, token_type_ids)
+        whole = seen, places, position_ids
         states, maps = (hidden,), ()
-        for block in cast("list[Block]", self.layers):
+        shortened: list[Pools] = []
+        before = hidden  # what it was before it was made shorter
+        for layer, block in enumerate(cast("list[Block]", self.layers)):
+            if shortened and layer == len(self.layers) - self.config.restored_layers:
+                hidden, shortened = _restored(hidden, shortened, before), []
+                seen, places, position_ids = whole
             if output_attentions:
-                given = block.attention_input(hidden)
                 described = {"seen": seen, "positions": places, "position_ids": position_ids}
-                maps = (*maps, block.attention.map(given, **described))
+                maps = (*maps, block.attention.map(block.attention_input(hidden), **described))
+            pools = None
+            if block.attention.shortens > 1:
+                pools = shorten(hidden, seen, block.attention.shortens)
+                before = before if shortened else hidden
+                shortened.append(pools)
+            about = seen, places, position_ids, pools
             if self.gradient_checkpointing and self.training:
                 hidden = self._gradient_checkpointing_func(block.__call__, hidden, *about)
             else:
                 hidden = block(hidden, *about)
+            if pools is not None:
+                seen, places = self._describe_pools(hidden, pools, seen, *asked)
+                position_ids = pools.earliest(position_ids)
             if output_hidden_states:
                 states = (*states, hidden)
+        if shortened:
+            hidden = _restored(hidden, shortened, before)
+            states = (*states[:-1], hidden)
         if self.norm is not None:
             hidden = self.norm(hidden)
             states = (*states[:-1], hidden)
@@ -340,6 +366,20 @@ class LongspanModel(LongspanPreTrainedModel):
             given, attention_mask=tokens_mask, global_mask=global_mask, cu_seqlens=cu_seqlens
         )
         return seen, places
+
+    def _describe_pools(
+        self,
+        coarse: Tensor,
+        pools: Pools,
+        seen: Visibility,
+        most: int | None,
+        listed: bool,
+    ) -> tuple[Visibility, Tensor | None]:
+        """The same for a batch made shorter."""
+        valid, chosen = (
+            None if m is None else pools.any(m) for m in (seen.valid(), seen.is_global())
+        )
+        return self._describe(coarse, valid, chosen, pools.bounds, most, listed)
 
     def _position_ids(
         self,

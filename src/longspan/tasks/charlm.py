@@ -22,7 +22,7 @@ from longspan.train.recipe import Evaluation, Phase, Recipe, unknown
 from longspan.train.task import BITS, Loss
 
 # Layers that learn from what earlier segments left them: segments then follow one another.
-_RECURRENT = ("xl", "compressive")
+_RECURRENT = ("xl", "compressive", "shortformer")
 
 
 class CharLM:

@@ -26,10 +26,13 @@ class FamilyCase(Case):
         return replace(self, tokens=64, hidden=32, heads=2, reach=16)
 
 
-ENCODERS = ("window", "linformer", "performer", "bigbird", "poolingformer", "dense")
+ENCODERS = (
+    *("window", "linformer", "performer", "bigbird", "poolingformer"),
+    *("blockwise", "bp", "funnel", "dense"),
+)
 DECODERS = (
     *("causal-window", "causal-performer", "sparse-strided", "sparse-fixed"),
-    *("adaptive-span", "causal-dense"),
+    *("adaptive-span", "causal-bp", "shortformer", "causal-dense"),
 )
 # Public implementations, see `rivals`; measured where they are installed.
 ENCODER_RIVALS = (

@@ -13,6 +13,7 @@ from longspan.bench.family.cases import DECODERS, FamilyCase
 from longspan.bench.family.rivals import RIVALS
 from longspan.layers.causal import Attended
 from longspan.layers.registry import build_attention, build_causal_attention
+from longspan.ops.shorten import count_pools
 
 
 class Mechanism(NamedTuple):
@@ -46,6 +47,9 @@ MECHANISMS = {
         },
         waits=True,
     ),
+    "blockwise": Mechanism("blockwise", lambda c: {"kind": "blockwise", "block": c.reach}),
+    "bp": Mechanism("BP", lambda c: {"kind": "bp", "near": max(1, c.reach // 32)}, waits=True),
+    "funnel": Mechanism("Funnel", lambda c: {"kind": "funnel", "stride": 2}),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(
@@ -60,7 +64,8 @@ MECHANISMS = {
             "kind": "sparse",
             "stride": _root(c),
             "pattern": "fixed",
-            "summary": max(1, c.reach // 64),  # constant: a share of the stride would be n^2
+            # A number that does not grow: all blocks before give theirs to each query.
+            "summary": min(8, _root(c)),
         },
         waits=True,
     ),
@@ -68,6 +73,10 @@ MECHANISMS = {
         "adaptive span",
         lambda c: {"kind": "adaptive_span", "longest": c.reach, "start": 1.0},
         waits=True,
+    ),
+    "causal-bp": Mechanism("BP", lambda c: {"kind": "bp", "near": c.reach // 16}, waits=True),
+    "shortformer": Mechanism(
+        "Shortformer", lambda c: {"kind": "shortformer", "segment": c.reach // 2}
     ),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
 }
@@ -115,7 +124,9 @@ def _workload(layer: nn.Module, case: FamilyCase, device: torch.device, waits: b
 
     weights = list(layer.parameters())
     resident = sum(weight.numel() * weight.element_size() for weight in weights)
-    output = torch.empty_like(hidden)
+    # A layer may return fewer tokens than it was given.
+    left = count_pools(case.tokens, getattr(layer, "shortens", 1))
+    output = hidden.new_empty(case.batch, left, case.hidden)
     return Workload(forward, [hidden, *weights], output, resident, waits)
 
 

@@ -22,6 +22,10 @@ COLOURS = {
     "sparse, strided": "#009E73",
     "sparse, fixed": "#CC79A7",
     "adaptive span": "#E69F00",
+    "blockwise": "#56B4E9",
+    "BP": "#8C564B",
+    "Funnel": "#7F7FBF",
+    "Shortformer": "#56B4E9",
     "dense, SDPA": "#555555",
 }
 KIND = "forward+backward"

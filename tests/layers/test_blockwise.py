@@ -1,0 +1,67 @@
+"""BlockBERT: against a mask written out block by block."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from layers.family import HEADS, encoder_layer, heads_of, joined, states
+
+from longspan.layers.blockwise import BlockwiseAttention
+from longspan.ops import visibility
+
+
+def masked(made, hidden, seen):
+    """Attention under a mask [batch, heads, tokens, tokens]; rows that see nothing are zero."""
+    query, key, value = heads_of(made, hidden)
+    scores = (query @ key.mT / query.shape[-1] ** 0.5).exp() * seen
+    total = scores.sum(-1, keepdim=True)
+    return joined(scores / torch.where(total == 0, 1.0, total) @ value)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    some.integers(1, 23),
+    some.integers(1, 9),
+    some.lists(some.integers(-3, 3), min_size=HEADS, max_size=HEADS),
+    some.integers(0, 2**23 - 1),
+)
+def test_the_mask_written_out(tokens, block, shifts, holes):
+    made = encoder_layer({"kind": "blockwise", "block": block, "shifts": shifts})
+    hidden = states(2, tokens)
+    valid = torch.tensor([[True] * tokens, [not holes >> i & 1 for i in range(tokens)]])
+    there = valid.nonzero().tolist()
+    first = [min([i for row, i in there if row == r], default=0) for r in (0, 1)]
+    last = [max([i for row, i in there if row == r], default=0) for r in (0, 1)]
+    seen = torch.zeros(2, HEADS, tokens, tokens, dtype=torch.bool)
+    for row in (0, 1):
+        blocks = (last[row] - first[row]) // block + 1
+        for head, shift in enumerate(shifts):
+            for i in range(tokens):
+                for j in range(tokens):
+                    if valid[row, i] and valid[row, j]:
+                        mine, other = ((place - first[row]) // block for place in (i, j))
+                        seen[row, head, i, j] = (mine + shift) % blocks == other
+    found = made(hidden, seen=visibility(hidden, attention_mask=valid))
+    torch.testing.assert_close(found, masked(made, hidden, seen))
+    assert not found[~valid].any()
+
+
+def test_one_block_is_dense_attention():
+    made, hidden = encoder_layer({"kind": "blockwise", "block": 30}), states(2, 21)
+    everything = torch.ones(2, HEADS, 21, 21, dtype=torch.bool)
+    torch.testing.assert_close(made(hidden), masked(made, hidden, everything))
+
+
+def test_the_papers_division_of_heads():
+    assert BlockwiseAttention(24, 12).shifts == (0,) * 8 + (1, -1, 1, -1)
+    assert BlockwiseAttention(24, 2).shifts == (0, 1)
+    assert BlockwiseAttention(24, 1).shifts == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"block": 0}, "block=0 must be at least 1"), ({"shifts": [0, 1]}, "must be 3 whole numbers")],
+)
+def test_a_wrong_setting_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        encoder_layer({"kind": "blockwise", **change})
