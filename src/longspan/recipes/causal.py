@@ -22,6 +22,7 @@ _RIVALS = {
 _OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {"stride": 128},
     "adaptive_span": {"longest": 1024},
+    "shortformer": {"segment": 512},
 }
 # Where a kind has weights of its own, or fewer than others, feed-forward layers make up for it.
 _FEED_FORWARD: dict[str, int] = {}
