@@ -7,10 +7,13 @@ from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
 from longspan.layers.bigbird import BigBirdAttention
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
+from longspan.layers.clusterformer import ClusterformerAttention
 from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
 from longspan.layers.poolingformer import PoolingformerAttention
+from longspan.layers.reformer import CausalReformer, ReformerAttention
+from longspan.layers.routing import CausalRouting, RoutingAttention
 from longspan.layers.sparse import SparseAttention
 from longspan.layers.window import WindowAttention
 from longspan.layers.xl import XLAttention
@@ -21,6 +24,9 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "performer": PerformerAttention,
     "bigbird": BigBirdAttention,
     "poolingformer": PoolingformerAttention,
+    "clusterformer": ClusterformerAttention,
+    "reformer": ReformerAttention,
+    "routing": RoutingAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -31,12 +37,15 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "performer": CausalPerformer,
     "sparse": SparseAttention,
     "adaptive_span": AdaptiveSpanAttention,
+    "reformer": CausalReformer,
+    "routing": CausalRouting,
 }
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
     "bigbird": "its random blocks lie on both sides, and are others for another length",
     "poolingformer": "its windows and pools reach to both sides",
+    "clusterformer": "its chunks are cut from a sorted text, and later tokens move earlier ones",
 }
 _CAUSAL_ONLY = "it reads text in one direction"
 
