@@ -332,8 +332,10 @@ def _few(
             scale=how.scale,
         )
         return out.unflatten(0, query.shape[:2]), None
-    scores = query @ key.mT
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * how.scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if query.dtype == torch.float16:
+        query, key = query.to(wide), key.to(wide)  # whose products may be out of its range
+    scores = (query @ key.mT).to(wide) * how.scale
     if times is not None:
         scores = scores - times.to(scores.dtype).clamp(min=1).log()
     if seen is not None:
@@ -356,7 +358,7 @@ def _within(
         inside = (apart >= 0) & (apart <= (how.reach or 0))
         own = inside if other == number else own
         if how.merged:
-            times = inside.to(torch.int8) if times is None else times + inside
+            times = inside.to(torch.int16) if times is None else times + inside
     return own, times
 
 
