@@ -55,7 +55,7 @@ def step(model, number):
             parameter.sub_(0.1 * parameter.grad)
             parameter.grad = None
     refresh(model)
-    return float(loss)
+    return float(loss.detach())
 
 
 @every_model

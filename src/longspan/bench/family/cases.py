@@ -26,11 +26,16 @@ class FamilyCase(Case):
         return replace(self, tokens=64, hidden=32, heads=2, reach=16)
 
 
-ENCODERS = ("window", "linformer", "performer", "bigbird", "poolingformer", "dense")
+ENCODERS = (
+    *("window", "linformer", "performer", "bigbird", "poolingformer"),
+    *("clusterformer", "reformer", "routing", "dense"),
+)
 DECODERS = (
     *("causal-window", "causal-performer", "sparse-strided", "sparse-fixed"),
-    *("adaptive-span", "causal-dense"),
+    *("adaptive-span", "causal-reformer", "causal-routing", "causal-dense"),
 )
+# Those that are of the order n * sqrt(n), as published.
+ROOT = ("sparse-strided", "sparse-fixed", "routing", "causal-routing")
 
 
 def suite(

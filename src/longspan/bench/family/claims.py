@@ -1,7 +1,7 @@
 """The target of the family, judged from a results file alone: none of it is quadratic."""
 
 from longspan.bench.benchmark import Claim, ratio
-from longspan.bench.family.cases import DECODERS, ENCODERS
+from longspan.bench.family.cases import DECODERS, ENCODERS, ROOT
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.store import Results
 
@@ -29,7 +29,7 @@ def claims(results: Results) -> list[Claim]:
                 Claim(
                     f"{CONTENDERS[name].label}{', causal' if causal else ''}: time at "
                     f"{long.tokens:,} over that at {short.tokens:,}, {kind}",
-                    _ROOT if name.startswith("sparse") else _LINEAR,
+                    _ROOT if name in ROOT else _LINEAR,
                     measured,
                     at_least=False,
                 )

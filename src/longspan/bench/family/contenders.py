@@ -44,6 +44,22 @@ MECHANISMS = {
         },
         waits=True,
     ),
+    "clusterformer": Mechanism(
+        "Cluster-Former",
+        lambda c: {"kind": "clusterformer", "chunk": c.reach, "bank": 64, "every": 1},
+        waits=True,
+    ),
+    # A chunk and the one before it, in each of two rounds.
+    "reformer": Mechanism(
+        "Reformer",
+        lambda c: {"kind": "reformer", "chunk": c.reach // 4, "rounds": 2},
+        waits=True,
+    ),
+    "routing": Mechanism(
+        "Routing",
+        lambda c: {"kind": "routing", "clusters": _root(c), "size": _root(c)},
+        waits=True,
+    ),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(
@@ -65,6 +81,16 @@ MECHANISMS = {
     "adaptive-span": Mechanism(
         "adaptive span",
         lambda c: {"kind": "adaptive_span", "longest": c.reach, "start": 1.0},
+        waits=True,
+    ),
+    "causal-reformer": Mechanism(
+        "Reformer",
+        lambda c: {"kind": "reformer", "reach": c.reach // 2, "rounds": 2},
+        waits=True,
+    ),
+    "causal-routing": Mechanism(
+        "Routing",
+        lambda c: {"kind": "routing", "clusters": _root(c), "size": _root(c)},
         waits=True,
     ),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),

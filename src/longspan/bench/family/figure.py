@@ -22,6 +22,9 @@ COLOURS = {
     "sparse, strided": "#009E73",
     "sparse, fixed": "#CC79A7",
     "adaptive span": "#E69F00",
+    "Cluster-Former": "#56B4E9",
+    "Reformer": "#8B5A2B",
+    "Routing": "#7A4FBF",
     "dense, SDPA": "#555555",
 }
 KIND = "forward+backward"
