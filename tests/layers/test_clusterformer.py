@@ -1,5 +1,7 @@
 """Cluster-Former: chunks of what is alike, and centroids found while training."""
 
+from typing import Any
+
 import pytest
 import torch
 from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
@@ -55,7 +57,7 @@ def test_tokens_of_other_chunks_do_not_matter():
 
 def test_the_bank_holds_tokens_of_all_steps_and_no_padding():
     torch.manual_seed(0)
-    made = build_attention(DIM, HEADS, SETTING)
+    made: Any = build_attention(DIM, HEADS, SETTING)
     for step in range(4):
         hidden = torch.full((2, 9, DIM), float(step + 1))
         mask = torch.ones(2, 9, dtype=torch.long)

@@ -39,8 +39,16 @@ def decoder(kind: str) -> Any:
 
 
 MODELS = [
-    *((encoder, kind) for kind in ENCODERS if issubclass(ATTENTION[ENCODERS[kind]["kind"]], Observing)),
-    *((decoder, kind) for kind in DECODERS if issubclass(CAUSAL_ATTENTION[DECODERS[kind]["kind"]], Observing)),
+    *(
+        (encoder, kind)
+        for kind in ENCODERS
+        if issubclass(ATTENTION[ENCODERS[kind]["kind"]], Observing)
+    ),
+    *(
+        (decoder, kind)
+        for kind in DECODERS
+        if issubclass(CAUSAL_ATTENTION[DECODERS[kind]["kind"]], Observing)
+    ),
 ]
 every_model = pytest.mark.parametrize(("build", "kind"), MODELS)
 

@@ -69,9 +69,7 @@ def test_transformers_reformer_on_the_same_buckets(rounds, chunk):
             rows = sets(clusters[b, :, h], chunk)
             compared += int(rows.sum())
             # Their keys have a small number added to their length.
-            torch.testing.assert_close(
-                found[b, rows, h], wanted[b, rows, h], rtol=1e-4, atol=1e-5
-            )
+            torch.testing.assert_close(found[b, rows, h], wanted[b, rows, h], rtol=1e-4, atol=1e-5)
     assert compared > 40
 
 

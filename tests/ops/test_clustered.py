@@ -1,9 +1,12 @@
 """Sort, chunk, attend, unsort: against a mask written out token by token."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.ops import clustered as module
 from longspan.ops.clustered import clustered_attention, routed_attention
@@ -32,7 +35,7 @@ def mask(clusters, *, size, before=0, causal=False, self_last=False, valid=None)
 
 def dense(query, key, value, clusters, *, scale=None, **how):
     """The same with n x n scores, in float64."""
-    batch, tokens, heads, d = query.shape
+    batch, _, heads, d = query.shape
     clusters = clusters.expand(-1, -1, heads, -1)
     valid = how.pop("valid", None)
     seen = torch.stack(
@@ -56,7 +59,9 @@ def by_mask(query, key, value, seen, scale):
     return torch.einsum("bhij,bjhd->bihd", weights, value)
 
 
-def problem(tokens, rounds, *, batch=2, heads=3, of=4, shared=False, dtype=torch.float64):
+def problem(
+    tokens, rounds, *, batch=2, heads=3, of=4, shared=False, dtype=torch.float64
+) -> tuple[Any, Any]:
     torch.manual_seed(tokens)
     tensors = [torch.randn(batch, tokens, heads, 4, dtype=torch.float64) for _ in range(3)]
     clusters = torch.randint(0, of, (batch, tokens, 1 if shared else heads, rounds))
@@ -64,8 +69,8 @@ def problem(tokens, rounds, *, batch=2, heads=3, of=4, shared=False, dtype=torch
 
 
 def compare(tensors, clusters, **how):
-    found = clustered_attention(*tensors, clusters, **how)
-    wanted = dense(*tensors, clusters, **how)
+    found = clustered_attention(*tensors, clusters=clusters, **how)
+    wanted = dense(*tensors, clusters=clusters, **how)
     torch.testing.assert_close(found, wanted)
     gradient = torch.randn_like(wanted)
     for one, other in zip(
@@ -159,11 +164,11 @@ def test_members_against_a_mask(tokens, count, size, self_last, together):
                     for j in own:
                         seen[b, h, i, j] = not self_last or i != j or len(own) == 1
                     times[b, i, h] += 1
-        wanted = wanted + by_mask(*tensors, seen, 0.5)
+        wanted = wanted + by_mask(*tensors, seen=seen, scale=0.5)
     wanted = wanted / times.clamp(min=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SCORES", together)
-        found = routed_attention(*tensors, places, self_last=self_last)
+        found = routed_attention(*tensors, places=places, self_last=self_last)
         assert not found[(times == 0).expand_as(found)].any()
         torch.testing.assert_close(found, wanted)
         for one, other in zip(
@@ -180,9 +185,9 @@ def test_members_against_a_mask(tokens, count, size, self_last, together):
 def test_lower_precision(dtype, rounds, causal):
     """At most twice as far from float64 as dense attention in the same dtype."""
     tensors, clusters = problem(61, rounds, dtype=dtype)
-    valid = None if causal else torch.rand(2, 61) < 0.8
+    valid: Any = None if causal else torch.rand(2, 61) < 0.8
     how = {"size": 7, "causal": causal, "self_last": True, "valid": valid}
-    wanted = dense(*tensors, clusters, **how)
+    wanted = dense(*tensors, clusters=clusters, **how)
     query, key, value = (t.detach().transpose(1, 2) for t in tensors)
     seen = torch.stack(
         [
@@ -197,7 +202,7 @@ def test_lower_precision(dtype, rounds, causal):
     )
     scores = (query @ key.mT * 0.5).masked_fill(~seen, -torch.inf)
     plain = (scores.softmax(-1).nan_to_num() @ value).transpose(1, 2)
-    found = clustered_attention(*tensors, clusters, **how)
+    found = clustered_attention(*tensors, clusters=clusters, **how)
     assert found.dtype == dtype
     error, usual = ((one.double() - wanted).abs().max().detach() for one in (found, plain))
     assert float(error) <= 2 * float(usual)
@@ -242,7 +247,7 @@ def test_memory_is_linear(causal):
     """No tensor on the way has more than so many elements for each token."""
     largest = {}
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor):
@@ -253,7 +258,9 @@ def test_memory_is_linear(causal):
         tensors, clusters = problem(tokens, 2, batch=1, heads=1, of=8)
         with pytest.MonkeyPatch.context() as patch, Watch():
             patch.setattr(module, "_SCORES", 2**12)
-            clustered_attention(*tensors, clusters, size=16, causal=causal).sum().backward()
+            clustered_attention(
+                *tensors, clusters=clusters, size=16, causal=causal
+            ).sum().backward()
     assert largest[2048] <= 4 * largest[512]
 
 

@@ -26,7 +26,9 @@ class Hashes(nn.Module):
 
     directions: Tensor
 
-    def __init__(self, heads: int, head_dim: int, *, buckets: int, rounds: int, fresh: bool) -> None:
+    def __init__(
+        self, heads: int, head_dim: int, *, buckets: int, rounds: int, fresh: bool
+    ) -> None:
         super().__init__()
         if buckets < 2 or buckets % 2:
             raise ValueError(f"buckets={buckets} must be even, half of them opposite the others")

@@ -17,7 +17,9 @@ are wanted, again in the backward pass. Plain PyTorch, any device.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,8 +87,7 @@ def clustered_attention(
         raise ValueError(f"{queries} queries for {tokens} keys: only causally they may differ")
     if clusters.shape[:2] != (batch, tokens) or clusters.shape[2] not in (1, heads):
         raise ValueError(
-            f"clusters must be [{batch}, {tokens}, {heads} or 1, rounds], "
-            f"not {[*clusters.shape]}"
+            f"clusters must be [{batch}, {tokens}, {heads} or 1, rounds], not {[*clusters.shape]}"
         )
     if causal and queries < tokens and queries <= _FEW:
         return _write_on(query, key, value, clusters, size, self_last, dropout_p, scale)
@@ -258,37 +259,43 @@ def _attend(
     places are [batch or 1, chunks, heads or 1, size], None if all see all; their marks of all
     rounds [..., rounds], of which `number` is this one."""
     batch, chunks, heads, size, _ = query.shape
-    key, value, listed, marked = (_front(t, how.before) for t in (key, value, places, marks))
     together = max(1, _SCORES // max(1, batch * heads * size * size * (how.before + 1)))
     again = torch.is_grad_enabled() and together < chunks
+    own = [_cut(t, together) for t in (query, places, marks)]
+    wide = [_cut(t, together, how.before) for t in (key, value, places, marks)]
+    given: tuple[Any, ...]
     parts = []
-    for first in range(0, chunks, together):
-        own = slice(first, first + together)
-        wide = slice(first, first + together + how.before)
-        given = (
-            *(None if t is None else t[:, own] for t in (query, places, marks)),
-            *(None if t is None else t[:, wide] for t in (key, value, listed, marked)),
-            *(number, how),
-        )
+    for given in zip(*own, *wide, strict=False):  # the first says how many there are
         if again:
             keep = how.dropout_p > 0  # the same weights have to be dropped again
-            parts.append(checkpoint(_few, *given, use_reentrant=False, preserve_rng_state=keep))
+            options = {"use_reentrant": False, "preserve_rng_state": keep}
+            done: Any = checkpoint(_few, number, how, *given, **options)
         else:
-            parts.append(_few(*given))
+            done = _few(number, how, *given)
+        parts.append(done)
     if len(parts) == 1:
         return parts[0]
     out, sums = zip(*parts, strict=True)
     return torch.cat(out, 1), torch.cat(sums, 1) if how.merged else None
 
 
-def _front(tensor: Tensor | None, chunks: int) -> Tensor | None:
-    """[batch, chunks, ...] with some more in front of the first, which say that they are none."""
-    if tensor is None or chunks == 0:
-        return tensor
-    return pad(tensor, (0, 0) * (tensor.dim() - 2) + (chunks, 0), value=-1)
+def _cut(tensor: Tensor | None, together: int, before: int = 0) -> Iterator[Tensor | None]:
+    """[batch, chunks, ...] in parts of `together` chunks, each with the `before` chunks in front of
+    it; those in front of the first say that they are none. Cut once, so that the backward pass
+    puts gradients together once."""
+    if tensor is None:
+        yield from repeat(None)
+        return
+    front = tensor.new_full((tensor.shape[0], before, *tensor.shape[2:]), -1)
+    for part in tensor.split(together, dim=1):
+        part = torch.cat((front, part), dim=1) if before else part
+        yield part
+        front = part[:, part.shape[1] - before :]
 
 
 def _few(
+    number: int,
+    how: How,
     query: Tensor,
     places: Tensor | None,
     marks: Tensor | None,
@@ -296,8 +303,6 @@ def _few(
     value: Tensor,
     listed: Tensor | None,
     marked: Tensor | None,
-    number: int,
-    how: How,
 ) -> tuple[Tensor, Tensor | None]:
     """The same for a few chunks, whose keys begin `how.before` chunks earlier."""
     chunks = query.shape[1]
