@@ -105,3 +105,19 @@ def test_gradient_checkpointing_changes_nothing(build, kind):
         states.append(model.state_dict())
     for name in states[0]:
         torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=1e-6)
+
+
+@every_model
+def test_it_compiles_whole_and_still_takes_in(build, kind):
+    torch.manual_seed(0)
+    layer = build(kind).train().base_model.layers[0].attention
+    layer.dropout = 0.0
+    hidden = torch.randn(2, 25, DIM)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, wanted = run(hidden), layer(hidden)
+    if build is decoder:
+        found, wanted = found.out, wanted.out
+    torch.testing.assert_close(found, wanted)
+    run(hidden)
+    layer.refresh()
+    assert int(layer.centroids.steps) == 1

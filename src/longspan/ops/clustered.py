@@ -18,6 +18,7 @@ are wanted, again in the backward pass. Plain PyTorch, any device.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -268,8 +269,8 @@ def _attend(
     for given in zip(*own, *wide, strict=False):  # the first says how many there are
         if again:
             keep = how.dropout_p > 0  # the same weights have to be dropped again
-            options = {"use_reentrant": False, "preserve_rng_state": keep}
-            done: Any = checkpoint(_few, number, how, *given, **options)
+            few: Any = partial(checkpoint, _few, use_reentrant=False, preserve_rng_state=keep)
+            done = few(number, how, *given)
         else:
             done = _few(number, how, *given)
         parts.append(done)
