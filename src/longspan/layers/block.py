@@ -62,13 +62,28 @@ class Block(nn.Module):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """`seen`, `positions` and `position_ids` describe the batch, see `AttentionLayer`."""
-        about = {"seen": seen, "positions": positions, "position_ids": position_ids}
-        mixed = self.project(self.attention(self.attention_input(hidden), **about))
-        hidden = hidden + self.dropout(mixed)
+        hidden = hidden + self.mix(hidden, seen, positions, position_ids)
         if self.norm_first:
-            return hidden + self.dropout(self._feed(self.feed_forward_norm(hidden)))
+            return hidden + self.feed(hidden)
         hidden = self.attention_norm(hidden)
-        return self.feed_forward_norm(hidden + self.dropout(self._feed(hidden)))
+        return self.feed_forward_norm(hidden + self.feed(hidden))
+
+    def mix(
+        self,
+        hidden: Tensor,
+        seen: Visibility,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """What attention adds."""
+        about = {"seen": seen, "positions": positions, "position_ids": position_ids}
+        return self.dropout(self.project(self.attention(self.attention_input(hidden), **about)))
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """What the feed-forward part adds."""
+        return self.dropout(
+            self._feed(self.feed_forward_norm(hidden) if self.norm_first else hidden)
+        )
 
     def attention_input(self, hidden: Tensor) -> Tensor:
         """What the attention is given of a block's input."""

@@ -12,6 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from longspan.layers.block import Block
 from longspan.layers.position import sinusoids, tile_positions
+from longspan.layers.reversible import run_reversible
 from longspan.layers.window import WindowAttention
 from longspan.models.config import LongspanConfig
 from longspan.models.inputs import (
@@ -284,7 +285,15 @@ class LongspanModel(LongspanPreTrainedModel):
         hidden = self.embeddings(words, position_ids, token_type_ids)
         about = seen, places, position_ids
         states, maps = (hidden,), ()
-        for block in cast("list[Block]", self.layers):
+        blocks = cast("list[Block]", self.layers)
+        if self.config.reversible:
+            if output_hidden_states or output_attentions:
+                raise ValueError(
+                    "a reversible model keeps nothing of the layers on the way: call it without "
+                    "output_hidden_states and output_attentions"
+                )
+            hidden, blocks = cast(Any, run_reversible(list(blocks), hidden, *about)), []
+        for block in blocks:
             if output_attentions:
                 given = block.attention_input(hidden)
                 described = {"seen": seen, "positions": places, "position_ids": position_ids}
