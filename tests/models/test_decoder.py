@@ -122,7 +122,7 @@ def test_wrong_sampling_is_refused(wrong):
 
 
 @KINDS
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "norm": "rms"}])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "norm": "rms"}, {"norm": "unit"}])
 def test_saved_and_loaded_it_is_the_same(kind, changes, tmp_path):
     made = model(kind, **changes)
     made.save_pretrained(tmp_path)
@@ -182,6 +182,26 @@ def test_one_batch_can_be_learned_by_heart(pre_norm):
     assert loss.item() < 0.05
 
 
+def test_where_dropout_falls():
+    plain = model(hidden_dropout_prob=0.3).train()
+    assert {m.p for m in plain.modules() if isinstance(m, torch.nn.Dropout)} == {0.3}
+    made = model(hidden_dropout_prob=0.3, activation_dropout=0.0).train()
+    assert made.layers[0].activation_dropout.p == 0.0 and made.layers[0].dropout.p == 0.3
+    with pytest.raises(ValueError, match="activation_dropout=1.5"):
+        model(activation_dropout=1.5)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_residual_under_autocast(half):
+    made, given, seen = model(half_residual=half), ids(), []
+    made.layers[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    exact = made(given).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        found = made(given).logits
+    assert seen == [torch.float32, torch.bfloat16 if half else torch.float32]
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
 def test_windows_can_be_set():
     made = model()
     made.set_windows([1, 2])
@@ -217,7 +237,7 @@ def test_the_published_sizes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm": "batch"}, "choose from layer, rms"),
+        ({"norm": "batch"}, "choose from layer, rms, unit"),
         ({"hidden_act": "shrug"}, "not an activation"),
         ({"attention": [{"left": 2}]}, "1 settings for 2 layers"),
         ({"attention": {"kind": "window", "left": -2}}, "layer 0: left=-2"),

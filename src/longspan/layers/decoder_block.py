@@ -17,7 +17,8 @@ class DecoderBlock(nn.Module):
         activation: of the feed-forward part.
         norm: makes one of the two norms.
         pre_norm: norms stand before attention and feed-forward, inside the residual; else behind.
-        dropout: on what is added to the residual, and inside the feed-forward part.
+        dropout: on what is added to the residual.
+        activation_dropout: inside the feed-forward part.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class DecoderBlock(nn.Module):
         norm: Callable[[int], nn.Module],
         pre_norm: bool = True,
         dropout: float = 0.0,
+        activation_dropout: float = 0.0,
         attention_bias: bool = False,
         feed_forward_bias: bool = True,
     ) -> None:
@@ -43,6 +45,7 @@ class DecoderBlock(nn.Module):
         self.activation = activation
         self.down = nn.Linear(hidden_dim, dim, bias=feed_forward_bias)
         self.dropout = nn.Dropout(dropout)
+        self.activation_dropout = nn.Dropout(activation_dropout)
 
     def forward(
         self, hidden: Tensor, first: int = 0, state: Any = None, keep_state: bool = False
@@ -58,4 +61,6 @@ class DecoderBlock(nn.Module):
         return mixed._replace(out=hidden)
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return self.dropout(self.down(self.dropout(self.activation(self.up(hidden)))))
+        return self.dropout(
+            self.down(self.activation_dropout(self.activation(self.up(hidden))))
+        )

@@ -56,7 +56,11 @@ class LongspanForCausalLM(PreTrainedModel):
 
     def __init__(self, config: LongspanDecoderConfig) -> None:
         super().__init__(config)
-        norms = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+        norms = {
+            "layer": nn.LayerNorm,
+            "rms": nn.RMSNorm,
+            "unit": partial(nn.RMSNorm, elementwise_affine=False),
+        }
         norm = partial(norms[config.norm], eps=config.layer_norm_eps)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -69,6 +73,7 @@ class LongspanForCausalLM(PreTrainedModel):
                 norm=norm,
                 pre_norm=config.pre_norm,
                 dropout=config.hidden_dropout_prob,
+                activation_dropout=cast(float, config.activation_dropout),
                 attention_bias=config.attention_bias,
                 feed_forward_bias=config.feed_forward_bias,
             )
@@ -153,6 +158,8 @@ class LongspanForCausalLM(PreTrainedModel):
         hidden = self.embeddings(input_ids)
         if self.config.embedding_scale:
             hidden = hidden * self.config.hidden_size**0.5
+        if self.config.half_residual and torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         hidden = self.dropout(hidden)
         kept, losses = [], []
         for layer, block in enumerate(self.layers):

@@ -10,7 +10,7 @@ from longspan.layers.causal import CausalAttention
 from longspan.layers.registry import build_causal_attention
 from longspan.models.settings import per_layer, try_out
 
-NORMS = ("layer", "rms")
+NORMS = ("layer", "rms", "unit")
 
 
 class LongspanDecoderConfig(PreTrainedConfig):
@@ -20,11 +20,14 @@ class LongspanDecoderConfig(PreTrainedConfig):
         attention: how layers attend: one setting for all, or one per layer. A setting names the
             layer's "kind" ("window" if absent; "xl", "compressive", "full") and its options, for
             windows `left`, `dilation` and `position`; see the layers themselves.
-        norm: "layer" or "rms".
+        norm: "layer", "rms", or "unit", which is "rms" without weights: the projection behind it
+            can learn them too, and their gradient takes a GPU twice the time of the rest.
         pre_norm: norms before attention and feed-forward, and one at the end; False puts them
             behind, as in Transformer-XL.
         embedding_scale: multiply embeddings by sqrt(hidden_size), as in Transformer-XL.
         attention_bias, feed_forward_bias: whether these projections have one.
+        activation_dropout: inside the feed-forward part; None = `hidden_dropout_prob`.
+        half_residual: under autocast, add layers up in half precision rather than in float32.
     """
 
     model_type = "longspan_decoder"
@@ -43,6 +46,8 @@ class LongspanDecoderConfig(PreTrainedConfig):
     feed_forward_bias: bool = True
     hidden_dropout_prob: float = 0.0
     attention_probs_dropout_prob: float = 0.0
+    activation_dropout: float | None = None
+    half_residual: bool = False
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     pad_token_id: int | None = None
@@ -60,7 +65,9 @@ class LongspanDecoderConfig(PreTrainedConfig):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if self.activation_dropout is None:
+            self.activation_dropout = self.hidden_dropout_prob
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
         if self.hidden_act not in ACT2FN:

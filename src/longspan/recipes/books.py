@@ -25,16 +25,23 @@ def skeleton(
     feed_forward: int = FEED_FORWARD,
     dropout: float = 0.1,
 ) -> dict[str, Any]:
-    """A decoder without biases, with RMS norms in front; everything but its attention."""
+    """A decoder without biases, with RMS norms in front; everything but its attention.
+
+    What lies between its matrix products is as little as can be: norms without weights, squared
+    ReLU, no dropout inside the feed-forward part, half precision between layers. With RMS norms,
+    GELU, dropout and float32 there, a step took 23% longer on an H200 (LOG.md).
+    """
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "intermediate_size": feed_forward,
-        "hidden_act": "gelu",
-        "norm": "rms",
+        "hidden_act": "relu2",
+        "norm": "unit",
+        "half_residual": True,
         "feed_forward_bias": False,
         "hidden_dropout_prob": dropout,
+        "activation_dropout": 0.0,
         "attention": attention,
     }
 
@@ -81,7 +88,7 @@ def books() -> Recipe:
         name="books",
         model=skeleton(windows(WINDOWS, tuple(2 if left == 1024 else 1 for left in WINDOWS))),
         data=NOVELS,
-        phases=(Phase(steps=8000, length=8192, batch=16, learning_rate=2e-3, warmup=250),),
+        phases=(Phase(steps=8000, length=8192, batch=16, learning_rate=3e-3, warmup=250),),
         optimizer=MUON,
         evaluation=Evaluation(
             "sliding", length=16_384, stride=8192, batch=4, every=500, limit=1_000_000

@@ -19,6 +19,7 @@ BENCHMARK = Benchmark(
         "ops",
         "layers",
         "models/decoder.py",
+        "recipes/books.py",
         "train/optim.py",
         "bench/lm/contenders.py",
         "bench/flex.py",

@@ -85,18 +85,18 @@ def _step(case: LMCase, model: nn.Module, device: torch.device) -> Step:
 
 def _decoder(case: LMCase, attention: list[dict[str, Any]]) -> Any:
     from longspan.models import LongspanDecoderConfig, LongspanForCausalLM
+    from longspan.recipes.books import skeleton
 
     torch.manual_seed(0)
-    config = LongspanDecoderConfig(
-        hidden_size=case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        intermediate_size=case.feed_forward,
-        norm="rms",
-        feed_forward_bias=False,
-        attention=attention,
+    settings = skeleton(
+        attention,
+        layers=case.layers,
+        hidden=case.hidden,
+        heads=case.heads,
+        feed_forward=case.feed_forward,
+        dropout=0.0,
     )
-    return LongspanForCausalLM(config)
+    return LongspanForCausalLM(LongspanDecoderConfig(**settings))
 
 
 def _windows(case: LMCase, **options: Any) -> list[dict[str, Any]]:
