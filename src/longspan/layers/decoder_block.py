@@ -61,6 +61,4 @@ class DecoderBlock(nn.Module):
         return mixed._replace(out=hidden)
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return self.dropout(
-            self.down(self.activation_dropout(self.activation(self.up(hidden))))
-        )
+        return self.dropout(self.down(self.activation_dropout(self.activation(self.up(hidden)))))

@@ -92,6 +92,7 @@ def clustered_attention(
         )
     if causal and queries < tokens and queries <= _FEW:
         return _write_on(query, key, value, clusters, size, self_last, dropout_p, scale)
+    size = min(size, tokens)
     query = pad(query, (0, 0, 0, 0, tokens - queries, 0))
     clusters = clusters.expand(-1, -1, heads, -1)
     made = [_sort(clusters[..., r], size, causal, valid) for r in range(rounds)]
@@ -153,9 +154,9 @@ def routed_attention(
     there = there.masked_fill((places < 0).flatten(), batch * tokens * heads)
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = torch.zeros(batch * tokens * heads + 1, head_dim, dtype=wide, device=out.device)
-    sums = sums.index_add(0, there, out.reshape(-1, head_dim).to(wide))[:-1]
-    count = torch.bincount(there, minlength=batch * tokens * heads + 1)[:-1, None]
-    return (sums / count.clamp(min=1)).to(query.dtype).view(query.shape)
+    sums = sums.index_add(0, there, out.reshape(-1, head_dim).to(wide))
+    count = torch.zeros_like(sums[:, 0]).index_add(0, there, torch.ones_like(there, dtype=wide))
+    return (sums[:-1] / count[:-1, None].clamp(min=1)).to(query.dtype).view(query.shape)
 
 
 def _sort(cluster: Tensor, size: int, causal: bool, valid: Tensor | None) -> _Sorted:
@@ -237,9 +238,11 @@ def _one_round(
         full = not padded and query.shape[1] % places.shape[3] == 0
         places = None if full and how.before == 0 and not how.self_last else places
     out, sums = _attend(q, k, v, places, marks, number, how)
-    # Slots behind the last token are nobody's.
-    filled = torch.arange(by.places[0, :, 0].numel(), device=query.device) < query.shape[1]
-    filled = filled.view(-1, 1, by.places.shape[3]).expand_as(by.places).flatten()
+    filled = None
+    _, chunks, _, size = by.places.shape
+    if query.shape[1] < chunks * size:  # slots behind the last token are nobody's
+        slot = torch.arange(chunks * size, device=query.device).view(chunks, 1, size)
+        filled = (slot < query.shape[1]).expand_as(by.places).flatten()
     out = _Move.apply(out.reshape(-1, head_dim), back, there, filled).view(query.shape)
     if sums is not None:
         sums = _Move.apply(sums.reshape(-1, 1), back, there, filled).view(query.shape[:3])
@@ -395,7 +398,7 @@ def _write_on(
     cluster = clusters.movedim(1, -1)
     same = cluster[..., tokens - queries :, None] == cluster[..., None, :]
     same = same & (place < own)
-    nearer = same.flip(-1).cumsum(-1).flip(-1)  # members from a key to the query
+    nearer = same.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # members from a key to the query
     seen = (same & (nearer <= size)).any(2)
     itself = place == own
     seen = seen | (itself & ~seen.any(-1, keepdim=True)) if self_last else seen | itself
