@@ -172,6 +172,8 @@ def _sort(cluster: Tensor, size: int, causal: bool, valid: Tensor | None) -> _So
     slot.scatter_(-1, order, count)
     # Causally, tokens of different clusters are kept further apart than the reach.
     mark = slot + cluster * (size + 1) if causal else slot // size
+    small = not causal and tokens // size < torch.iinfo(torch.int16).max
+    mark = mark.transpose(1, 2).to(torch.int16 if small else torch.int32)
     there = order
     if valid is not None:
         order = order.masked_fill(~valid[:, None].expand_as(order).gather(-1, order), -1)
@@ -184,7 +186,7 @@ def _sort(cluster: Tensor, size: int, causal: bool, valid: Tensor | None) -> _So
     row = torch.arange(batch, device=slot.device)[:, None, None]
     slot = slot.transpose(1, 2)
     back = ((row * chunks + slot // size) * heads + head) * size + slot % size
-    return _Sorted(places, _rows(there, tokens), back, mark.transpose(1, 2).to(torch.int32))
+    return _Sorted(places, _rows(there, tokens), back, mark)
 
 
 def _rows(places: Tensor, tokens: int) -> Tensor:
@@ -364,7 +366,7 @@ def _within(
     own, times = True, None
     for other, (mark, theirs) in enumerate(zip(marks.unbind(-1), marked.unbind(-1), strict=True)):
         apart = mark[..., None] - theirs[..., None, :]
-        inside = (apart >= 0) & (apart <= (how.reach or 0))
+        inside = apart.clamp(0, how.reach) == apart
         own = inside if other == number else own
         if how.merged:
             times = inside.to(torch.int16) if times is None else times + inside
