@@ -94,7 +94,7 @@ def test_commitment_pulls_tokens_to_their_centroids():
     shared = parts(made, hidden)[0].transpose(1, 2)
     own = made.centroids.directions[torch.arange(HEADS), made.clusters(shared)[..., 0]]
     loss = made(hidden).loss
-    torch.testing.assert_close(float(loss), 1e-4 * float((shared - own).square().mean()))
+    torch.testing.assert_close(loss, 1e-4 * (shared - own).square().mean().float())
     loss.backward()
     assert made.qkv.weight.grad[:DIM].abs().sum() > 0
     assert not made.qkv.weight.grad[DIM:].any()
