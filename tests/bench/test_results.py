@@ -24,14 +24,14 @@ def make_results(benchmark: str = "attention") -> Results:
     return results
 
 
-@pytest.mark.parametrize("benchmark", ["attention", "models"])
-def test_save_and_load(tmp_path: Path, benchmark: str) -> None:
-    results, path = make_results(benchmark), tmp_path / "deep" / f"{benchmark}-cuda.json"
+@pytest.mark.parametrize("name", ["attention", "models"])
+def test_save_and_load(tmp_path: Path, name: str) -> None:
+    results, path = make_results(name), tmp_path / "deep" / f"{name}-cuda.json"
     results.save(path)
     again = load(path)
     assert again.points == results.points
     assert again.header["machine"] == "1x Imaginary"
-    assert again.benchmark is find(benchmark)
+    assert again.benchmark is find(name)
 
 
 def test_save_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

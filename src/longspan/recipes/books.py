@@ -62,11 +62,12 @@ def windows(
 
 
 def books() -> Recipe:
-    """Novels as JSON lines: 40M, 12 layers, rotary windows of 64 to 1,024, Muon; 17 minutes.
+    """Novels as JSON lines: 40M, 12 layers, rotary windows of 64 to 1,024, Muon; 11 minutes.
 
     Reads a folder with books-train.jsonl.xz, books-train-extra.jsonl.xz, books-valid.jsonl.xz and
     books-test.jsonl.xz, each line a document with its "text"; or one such file, whose documents
-    are then split. Meant to read much in 20 minutes of one H200, compiling and evaluating included:
+    are then split. On one H200 it reads 764 million bytes in 10.5 minutes, 12 with compiling and
+    evaluating, and then needs 1.301 bits per character on books-valid, 1.222 on books-test:
 
     - 40M parameters in 12 layers of 512: the size of Longformer's small model. Feed-forward layers
       of 2,240 rather than 2,048 take up what relative positions would have cost.
@@ -78,11 +79,13 @@ def books() -> Recipe:
       byte of a row suffers from its beginning; and 16 of them, 131,072 bytes, fill the device.
     - bfloat16 and one compiled graph: the length never changes, so that it is compiled once.
     - Muon for matrices, which needs about half of AdamW's steps, AdamW for the rest.
+    - A learning rate of 3e-3: in trials of 400 steps 4e-3 did better than 2e-3 and 8e-3, and longer
+      runs want lower ones.
     - Linear decay to zero: it averages the last weights as a moving average of them would, so
       that there is none.
     - Over-fitting is what stopped a first trial (train 1.18, valid 1.38 after 3.4 passes over
-      books-train). Hence both training files, 152 MB; about eight passes over them; dropout 0.1;
-      weight decay 0.1; and rows cut elsewhere in every pass.
+      books-train). Hence both training files, 152 MB; five passes over them; dropout 0.1 on what is
+      added to the residual; weight decay 0.1; and rows cut elsewhere in every pass.
     """
     return Recipe(
         name="books",
@@ -91,12 +94,12 @@ def books() -> Recipe:
         phases=(Phase(steps=8000, length=8192, batch=16, learning_rate=3e-3, warmup=250),),
         optimizer=MUON,
         evaluation=Evaluation(
-            "sliding", length=16_384, stride=8192, batch=4, every=500, limit=1_000_000
+            "sliding", length=16_384, stride=8192, batch=4, every=1000, limit=1_000_000
         ),
         compile="model",
-        minutes=17.0,
+        minutes=10.5,
         save_every=500,
-        sample_every=1000,
+        sample_every=4000,
     )
 
 

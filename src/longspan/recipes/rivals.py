@@ -35,7 +35,7 @@ def _rival(
                 steps=_STEPS,
                 length=length,
                 batch=_BYTES // length,
-                learning_rate=2e-3,
+                learning_rate=3e-3,
                 warmup=_STEPS // 20,
             ),
         ),
