@@ -265,8 +265,11 @@ def _attend(
     places are [batch or 1, chunks, heads or 1, size], None if all see all; their marks of all
     rounds [..., rounds], of which `number` is this one."""
     batch, chunks, heads, size, _ = query.shape
-    together = max(1, _SCORES // max(1, batch * heads * size * size * (how.before + 1)))
-    again = torch.is_grad_enabled() and together < chunks
+    wanted = torch.is_grad_enabled()
+    # A CPU is faster with what stays in its caches; gradients would be computed twice for it.
+    most = _SCORES // 8 if query.device.type == "cpu" and not wanted else _SCORES
+    together = max(1, most // max(1, batch * heads * size * size * (how.before + 1)))
+    again = wanted and together < chunks
     own = [_cut(t, together) for t in (query, places, marks)]
     wide = [_cut(t, together, how.before) for t in (key, value, places, marks)]
     given: tuple[Any, ...]
