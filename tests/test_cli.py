@@ -68,6 +68,17 @@ def test_quick_bench_of_models(tmp_path: Path) -> None:
     assert all(p["ms"] > 0 and p["mib"] > 0 for p in content["points"])
 
 
+@pytest.mark.slow
+def test_quick_bench_of_encoder_decoders(tmp_path: Path) -> None:
+    arguments = ("bench", "models", "--model", "led", "--quick", "--device", "cpu")
+    output = invoke(*arguments, "--lengths", "512", "--output", str(tmp_path))
+    content = json.loads((tmp_path / "led-cpu.json").read_text())
+    assert "failed" not in output
+    assert content["benchmark"] == "led"
+    assert len(content["points"]) == 4  # two contenders, two cases
+    assert all(p["ms"] > 0 and p["mib"] > 0 for p in content["points"])
+
+
 class FakeMeasure:
     """Stands in for the clock: counts points, and can be interrupted before one of them."""
 

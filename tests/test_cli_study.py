@@ -39,6 +39,19 @@ def test_a_study_trains_and_plots(text, tmp_path):
     assert "rival-dense" in shown
 
 
+def test_an_arena(tmp_path):
+    command = ["study", "lra-listops", "--shrink", "--output", tmp_path / "out"]
+    command += ["--only", "performer", "--set", "data.train=listops:train#64"]
+    shown = run(*command)
+    assert "lra-listops: accuracy, %" in shown
+    found = json.loads((tmp_path / "out" / "lra-listops.json").read_text())
+    assert [arm["kind"] for arm in found["arms"]] == ["performer"]
+    assert found["published"]["performer"] == 18.01
+    assert "| performer |" in (tmp_path / "out" / "lra-listops.md").read_text()
+    assert (tmp_path / "out" / "lra-listops.png").exists()
+    assert "performer: done before" in run(*command)
+
+
 def test_positions(text, tmp_path):
     source = tiny_checkpoint(tmp_path / "short")
     command = ["study", "positions", "--shrink", "--data", text, "--model", source]
@@ -59,7 +72,16 @@ def test_positions(text, tmp_path):
         (["study", "position"], "did you mean positions"),
         (["study", "positions"], "give --model"),
         (["study", "positions", "--only", "random"], "build on one another"),
-        (["study", "rivals", "--model", "x"], "are for the study of positions"),
+        (
+            ["study", "rivals", "--model", "x"],
+            "are for the studies of positions, summaries and lra",
+        ),
+        (["study", "summaries"], "give --data FILE"),
+        (["study", "summaries", "--lengths", "1K"], "--lengths 1K: give numbers"),
+        (["study", "summaries", "--only", "1K"], "choose with --lengths"),
+        (["study", "lra-list"], "did you mean lra-listops"),
+        (["study", "lra-text"], "give --data"),
+        (["study", "lra-text", "--only", "lstm", "--data", "x.csv"], "choose from window"),
         (["study", "rival"], "did you mean rivals"),
         (["study", "rivals", "--only", "rival-lstm"], "choose from rival-longformer"),
         (["study", "windows", "--set", "nimutes=2"], "nimutes is unknown; did you mean minutes"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Sampler,
         explain_global,
         pad,
+        quantize,
         unpad,
     )
     from longspan.tasks.embed import embed, embed_query
@@ -60,6 +61,7 @@ __all__ = [
     "pad",
     "patch",
     "pipeline",
+    "quantize",
     "to_transformers",
     "unpad",
     "unpatch",
@@ -89,6 +91,7 @@ _LAZY = {
     "Sampler": "longspan.models",
     "explain_global": "longspan.models",
     "pad": "longspan.models",
+    "quantize": "longspan.models",
     "unpad": "longspan.models",
     "embed": "longspan.tasks.embed",
     "embed_query": "longspan.tasks.embed",

@@ -89,13 +89,18 @@ def convert(
             exists=True, dir_okay=False, help="A text file to compare the two models on, as well."
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="int8: keep the weights of the layers as int8, for inference on a CPU."),
+    ] = None,
 ) -> None:
     """Make a pretrained encoder long.
 
     BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA or ModernBERT, or the encoder of BART or
     mBART; a Longformer or LED comes over as it is. Weights, head, labels and tokenizer are kept,
     learned positions are repeated. The report says how far the outputs of the two models are apart
-    on input that fits the window; there they should be equal but for rounding.
+    on input that fits the window; there they should be equal but for rounding. With int8 weights
+    a second one says how far these move hidden states and embeddings.
 
     [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
     """
@@ -107,13 +112,20 @@ def convert(
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what is missing or left over is reported by us
     console = _console()
+    if quantize is not None:
+        _check_choice("--quantize", quantize, ["int8"])
     try:
         texts = [_text_of(path) for path in text or []]
         with console.status(f"converting {source} ..."):
             made = convert_checkpoint(
-                source, destination, max_length=max_length, window=window, texts=texts
+                source,
+                destination,
+                max_length=max_length,
+                window=window,
+                texts=texts,
+                int8=quantize is not None,
             )
-    except (ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     show(made, console)
     console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
@@ -236,6 +248,8 @@ def attention(
 ) -> None:
     """Time and memory of window attention against its alternatives, forward and backward.
 
+    On a CPU a run in float32 also measures what is targeted in bfloat16 and on two threads.
+
     Writes [bold]attention-<device>.json[/] after every point, so an interrupted run goes on where
     it stopped when started again the same way, then prints tables and draws figures from it.
 
@@ -247,6 +261,7 @@ def attention(
 
 @bench_app.command()
 def models(
+    model: Annotated[str, typer.Option(help="encoder, or led: encoder-decoders.")] = "encoder",
     quick: _Quick = False,
     device: _Device = None,
     dtype: _Dtype = None,
@@ -258,20 +273,26 @@ def models(
     output: _Output = Path("build/bench"),
     fresh: _Fresh = False,
 ) -> None:
-    """Tokens per second and memory of whole encoders, forward and training.
+    """Tokens per second and memory of whole models, forward and training.
 
     longspan, a transformers Longformer before and after [bold]longspan.patch[/], RoBERTa and
     ModernBERT with PyTorch's dense attention: base size, random weights, one global token where
     there are any, compiled on a GPU where that works. A step is forward and backward to all
     weights; the optimiser, which costs the same for every length, is no part of it.
 
-    Writes [bold]models-<device>.json[/] after every point, so an interrupted run goes on where
-    it stopped when started again the same way, then prints tables and draws figures from it.
+    [bold]--model led[/]: our encoder-decoder against transformers' LED, as it is and patched; a
+    training step, generation with beams, and what the memory of a step follows.
+
+    Writes [bold]models-<device>.json[/], or [bold]led-<device>.json[/], after every point, so an
+    interrupted run goes on where it stopped when started again the same way, then prints tables
+    and draws figures from it.
 
     [bold]longspan bench models --quick[/] tries it on a small model in a minute or two;
     [bold]longspan bench models --only longspan --only roberta[/] narrows the field.
     """
-    _bench("models", quick, device, dtype, threads, lengths, only or [], output, fresh)
+    _check_choice("--model", model, ["encoder", "led"])
+    name = "models" if model == "encoder" else model
+    _bench(name, quick, device, dtype, threads, lengths, only or [], output, fresh)
 
 
 @bench_app.command()
@@ -317,6 +338,8 @@ def family(
 ) -> None:
     """Time and memory of every kind of attention, in one layer, as documents get longer.
 
+    Beside them the best public implementations of some, where they are installed
+    (pip install '.\\[bench-rivals]'), and the error of those that approximate softmax attention.
     Writes [bold]family-<device>.json[/] after every point and goes on where it stopped.
     """
     _bench("family", quick, device, dtype, threads, lengths, only or [], output, fresh)
@@ -360,8 +383,16 @@ def _bench(
     settings = Settings(device, threads, **changed)
     console = _console()
     path = output / f"{name}-{device}.json"
+    for contender in benchmark.contenders.values():
+        if not contender.installed:
+            console.print(
+                f"skipped: {contender.name}, as {contender.package} is not installed; "
+                "pip install '.[bench-rivals]' brings it",
+                markup=False,
+                soft_wrap=True,
+            )
     try:
-        run(benchmark, jobs, settings, path, console, fresh=fresh)
+        run(benchmark, jobs, settings, path, console, fresh=fresh, quick=quick)
     except KeyboardInterrupt:
         console.print(f"interrupted; what was measured is in {path}, the same command goes on")
         raise typer.Exit(130) from None

@@ -14,6 +14,9 @@ commands = typer.Typer()
 
 # How much is measured of every run.
 _Limit = Annotated[int, typer.Option(min=0, help="Bytes of valid and test to score; 0 = all.")]
+_Scored = Annotated[
+    int, typer.Option(min=0, help="Bytes of valid and test to score, or test texts; 0 = all.")
+]
 _Rows = Annotated[int, typer.Option(min=1, help="Rows for the loss by position.")]
 _Longest = Annotated[int, typer.Option(min=1, help="The longest context looked at, in bytes.")]
 _Tokens = Annotated[int, typer.Option(min=0, help="Bytes that RECL looks at; 0 = no RECL.")]
@@ -22,7 +25,12 @@ _Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its gr
 
 @commands.command()
 def study(
-    name: Annotated[str, typer.Argument(help="rivals, windows or positions.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="rivals, windows, causal, positions, summaries, lra-listops or lra-text."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option(help="Folder for all its runs; runs/NAME by default.")
     ] = None,
@@ -30,10 +38,11 @@ def study(
         Path | None, typer.Option(help="The text: a file, or a folder of documents.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Of training for each run; 2 by default.")
+        float | None, typer.Option(min=0.01, help="Of training for each run.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Only this recipe; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Only this recipe, or kind of attention; may be given several times."),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")
@@ -41,33 +50,54 @@ def study(
     small: Annotated[
         bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
     ] = False,
-    limit: _Limit = 0,
+    limit: _Scored = 0,
     rows: _Rows = 64,
     longest: _Longest = 4096,
     tokens: _Tokens = 500,
     step: _Step = 256,
     model: Annotated[
-        str | None, typer.Option(help="positions: the short checkpoint, a folder or hub name.")
+        str | None,
+        typer.Option(help="positions: the short checkpoint; summaries: what to start from."),
     ] = None,
     valid: Annotated[
-        str | None, typer.Option(help="positions: validation documents; else from the data.")
+        str | None,
+        typer.Option(help="positions, summaries, lra: validation documents; else from the data."),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="positions: the column of the text.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="summaries, lra: test documents; else from the data.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="positions, summaries, lra: the column of the text.")
+    ] = None,
+    answers: Annotated[
+        str | None, typer.Option(help="summaries: the column of what was written.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="summaries: tokens to read; 1024,4096,16384 by default.")
+    ] = None,
 ) -> None:
     """Train several models for the same time, one after the other, and put them side by side.
 
     [bold]rivals[/]: Longformer at once and staged, Transformer-XL, Compressive Transformer, dense
     attention of 1,024; 40M parameters each. [bold]windows[/]: the paper's Table 4 at 9M.
+    [bold]causal[/]: every kind of attention that decoders have, otherwise like rivals.
     [bold]positions[/]: its Table 5, what copying a short checkpoint's positions is worth.
+    [bold]summaries[/]: its Figure 3, what reading more of a document is worth, by a small model
+    trained from scratch unless --model names another.
+    [bold]lra-listops[/], [bold]lra-text[/]: Long Range Arena with every kind that encoders have, as
+    many steps for each or, with --minutes, as much time; the published table beside ours.
     Interrupted, the same command goes on; what failed is named, and tried again by it.
 
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
+    [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
+    [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
+    [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     """
     from transformers.utils import logging
 
     from longspan.analyze.runs import Probe
-    from longspan.recipes import find_study
+    from longspan.recipes import ARENA, find_study
     from longspan.recipes.shrink import shrink
     from longspan.tasks.runs import carry_out
     from longspan.train.recipe import change, parse
@@ -76,20 +106,31 @@ def study(
     console = console_for_logs()
     folder = output or Path("runs") / name
     try:
-        if name == "positions":
+        if name in ("positions", "summaries", *ARENA):
             asked = {
                 "data.train": None if data is None else str(data),
                 "data.valid": valid,
-                "data.test": valid,  # none is needed, and none shall be taken from the data
+                # No test documents are needed for positions, and none shall be taken from the data.
+                "data.test": valid if name == "positions" else test,
                 "data.columns.text": text,
+                "data.columns.answers": answers,
                 "model.source": model,
                 "minutes": minutes,
             }
             chosen = {key: value for key, value in asked.items() if value is not None}
-            _positions(chosen | parse(setting or []), folder, only, small)
+            chosen |= parse(setting or [])
+            if name == "positions":
+                _positions(chosen, folder, only, small)
+            elif name == "summaries":
+                _summaries(chosen, folder, only, small, lengths, limit)
+            else:
+                _arena(name, chosen, folder, only, small)
             return
-        if model is not None or valid is not None or text is not None:
-            raise ValueError("--model, --valid and --text are for the study of positions")
+        if any(one is not None for one in (model, valid, test, text, answers, lengths)):
+            raise ValueError(
+                "--model, --valid, --test, --text, --answers and --lengths are for the studies of "
+                "positions, summaries and lra"
+            )
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:
             probe = Probe(limit=1000, rows=4, longest=64, tokens=20, start=16, step=16)
@@ -142,6 +183,84 @@ def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, s
         console.print(f"{'yes' if claim['holds'] else 'no '}  {claim['text']}", highlight=False)
     for path in draw(found, folder / "positions"):
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+def _summaries(
+    settings: dict[str, Any],
+    folder: Path,
+    only: list[str] | None,
+    small: bool,
+    lengths: str | None,
+    limit: int,
+) -> None:
+    from longspan.analyze.lengths import describe, draw, markdown, table
+    from longspan.recipes.summaries import scratch
+    from longspan.tasks.lengths import LENGTHS, score
+    from longspan.tasks.lengths import study as carry_out
+    from longspan.train.checkpoint import read_json, write_json, write_text
+    from longspan.train.recipe import change
+
+    if only:
+        raise ValueError("--only: choose with --lengths what is read")
+    try:
+        read = LENGTHS if lengths is None else [int(one) for one in lengths.split(",")]
+    except ValueError:
+        raise ValueError(f"--lengths {lengths}: give numbers, e.g. 1024,16384") from None
+    console = console_for_logs()
+    recipe, sizes = scratch(), {}
+    if small:
+        toy = {"updates": 2, "batch": 2, "data.limit": 4, "precision": "no", "writing.beams": 2}
+        recipe = change(recipe, {**toy, "evaluation.every": 0, "writing.longest": 16})
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "words": 500}
+    known = folder / "summaries.json"
+    if "data.train" in settings:
+        recipe = change(recipe, settings)
+        result = carry_out(recipe, folder, lengths=read, limit=limit, sizes=sizes, console=console)
+        write_json(known, describe(result))
+    elif not known.exists():
+        raise ValueError(f"give --data FILE; {known}, what could be scored without, is not there")
+    found = read_json(known)
+    try:
+        found = score(found, folder)
+    except ValueError as error:  # rouge-score is missing
+        console.print(
+            f"not scored: {error}. Texts are written; where it is installed, longspan study "
+            f"summaries --output {folder} scores them",
+            soft_wrap=True,
+            highlight=False,
+        )
+    write_json(known, found)
+    write_text(folder / "summaries.md", markdown(found))
+    console.print(table(found))
+    for path in draw(found, folder / "summaries"):
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+def _arena(
+    name: str, settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool
+) -> None:
+    from longspan.analyze.arena import describe, draw, markdown, table
+    from longspan.recipes import FINETUNING
+    from longspan.recipes.shrink import shrink_finetuning
+    from longspan.tasks.kinds import study as carry_out
+    from longspan.train.checkpoint import write_json, write_text
+    from longspan.train.recipe import change
+
+    console = console_for_logs()
+    recipe = FINETUNING[name]()
+    recipe = change(shrink_finetuning(recipe) if small else recipe, settings)
+    found = describe(carry_out(recipe, folder, only, console))
+    folder.mkdir(parents=True, exist_ok=True)  # where nothing came as far as a run
+    write_json(folder / f"{name}.json", found)
+    if found["arms"]:
+        write_text(folder / f"{name}.md", markdown(found))
+        console.print(table(found))
+        for path in draw(found, folder / name):
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    for kind, reason in found["failed"].items():
+        console.print(f"failed: {kind}: {reason}", markup=False, highlight=False)
+    if found["failed"]:
+        raise typer.Exit(1)
 
 
 @commands.command()

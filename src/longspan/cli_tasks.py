@@ -1,5 +1,6 @@
 """The commands of tasks on examples: the part of `train` that finetunes, and predict."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,7 @@ def finetune(
 ) -> None:
     """Carry out a finetuning recipe with what the command line says of it."""
     from longspan.recipes import FINETUNING
+    from longspan.recipes.shrink import shrink_finetuning
     from longspan.tasks.finetune import finetune as carry_out
     from longspan.tasks.finetune import finetune_seeds, make_task
     from longspan.train.recipe import change
@@ -59,9 +61,7 @@ def finetune(
         **{f"data.columns.{column}": value for column, value in columns.items()},
     }
     recipe = FINETUNING[name]()
-    if small:
-        toy = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5, "precision": "no"}
-        recipe = change(recipe, toy | ({"updates": 2} if recipe.updates else {}))
+    recipe = shrink_finetuning(recipe) if small else recipe
     chosen = {key: value for key, value in asked.items() if value is not None}
     recipe = change(recipe, chosen | settings)
     if seeds > 1:
@@ -103,6 +103,12 @@ def predict(
     conll: Annotated[
         Path | None, typer.Option(help="The clusters of a coreference run as CoNLL-2012, too.")
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream", help="Show summaries word by word, as they are written; no beams."
+        ),
+    ] = False,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Predict every row of a table, in its order, as JSON lines; a killed one can be resumed."""
@@ -125,14 +131,15 @@ def predict(
         use = Pipeline(run, which=checkpoint, too_long=policy)
         if conll is not None and use.recipe.task != "coref":
             raise ValueError(f"--conll: {run} finds no clusters, its task is {use.recipe.task}")
-        with console.status("predicting ...") as status:
+        with nullcontext() if stream else console.status("predicting ...") as status:
             count = predict_file(
                 use,
                 file,
                 target,
                 resume=resume,
-                batch=batch,
-                progress=lambda done: status.update(f"{done:,} rows"),
+                batch=1 if stream else batch,
+                progress=lambda done: status and status.update(f"{done:,} rows"),
+                say=(lambda text: typer.echo(text, nl=False)) if stream else None,
             )
         if conll is not None:
             write_clusters(use, file, target, conll)

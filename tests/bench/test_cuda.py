@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from longspan.bench import models
+from longspan.bench import led, models
 from longspan.bench.attention.cases import AttentionCase
 from longspan.bench.attention.contenders import CONTENDERS
 from longspan.bench.benchmark import PASSES, Settings
+from longspan.bench.led.cases import LEDCase
 from longspan.bench.measure import measure
 from longspan.bench.models.cases import ModelCase
 
@@ -59,3 +60,18 @@ def test_what_waits_for_the_device_is_not_captured():
     assert point.ms == point.eager_ms
     assert torch.cuda.get_sync_debug_mode() == 0
     torch.randn(4, device="cuda")
+
+
+@pytest.mark.parametrize("name", led.CONTENDERS)
+@pytest.mark.parametrize(("kind", "beams"), [("forward+backward", 0), ("forward", 2)])
+def test_encoder_decoders_are_measured(kind, beams, name):
+    settings = Settings(device="cuda", threads=1, rep_ms=5)
+    case = LEDCase(
+        tokens=256, target=40, layers=2, hidden=64, heads=4, vocab=100, window=64, beams=beams
+    )
+    (point,) = measure(case, kind, [led.CONTENDERS[name]], settings)
+    assert point.error is None
+    assert point.ms is not None
+    assert point.mib is not None
+    assert point.ms > 0
+    assert point.mib > 0

@@ -69,6 +69,53 @@ def test_a_folder_becomes_long(bert: Path, tmp_path: Path) -> None:
     assert model(input_ids=ids).logits.shape == (1, ids.shape[1], len(WORDS))
 
 
+def test_int8_weights_and_what_they_cost(bert: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat " * 20)
+    done = run(bert, tmp_path / "small", "--window", 32, "--text", text, "--quantize", "int8")
+    assert done.exit_code == 0, done.output
+    assert "int8 weights: " in done.output
+    assert "cosine of embeddings" in done.output
+    small = longspan.LongspanForMaskedLM.from_pretrained(tmp_path / "small")
+    assert small.config.quantize == "int8"
+    refused = run(bert, tmp_path / "other", "--quantize", "int4")
+    assert refused.exit_code == 2
+    assert "choose from int8" in plain(refused.output)
+
+
+def test_the_cost_is_that_of_rounding(bert: Path, tmp_path: Path) -> None:
+    from longspan.hub.checkpoint import convert_checkpoint
+
+    texts = ["the cat sat on a mat " * 20]
+    made = convert_checkpoint(bert, tmp_path / "small", window=32, texts=texts, int8=True)
+    assert [row.tokens for row in made.rounding] == [320, 122]  # not only what fits the window
+    ours = longspan.convert(bert, window=32).eval()
+    small = type(ours).from_pretrained(tmp_path / "small")
+    ids = torch.tensor([[2, *[5, 6, 7, 8, 9, 10] * 20, 3]])
+    given = {"input_ids": ids, "global_attention_mask": (torch.arange(122) == 0).long()[None]}
+    first, second = (model.base_model(**given).last_hidden_state for model in (ours, small))
+    assert made.rounding[1].largest == pytest.approx((first - second).abs().max().item())
+    assert made.rounding[1].mean == pytest.approx((first - second).abs().mean().item())
+    assert 0 < made.rounding[1].mean < made.rounding[1].largest < 0.1 * made.rounding[1].size
+    assert 0.99 < made.rounding[1].cosine < 1.0
+    assert made.megabytes is not None
+    assert made.megabytes[1] < made.megabytes[0]
+
+
+def test_int8_is_for_encoders(tmp_path: Path) -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"d_model": 24, "encoder_attention_heads": 3}
+    sizes |= {"decoder_attention_heads": 3}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "vocab_size": 60}
+    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
+    bart.save_pretrained(tmp_path / "bart")
+    done = run(tmp_path / "bart", tmp_path / "small", "--quantize", "int8")
+    assert done.exit_code == 2
+    assert "only longspan's encoders can be" in plain(done.output)
+    assert not (tmp_path / "small").exists()
+
+
 def test_the_report_is_the_difference(bert: Path, tmp_path: Path) -> None:
     from longspan.hub.checkpoint import convert_checkpoint, parity
 

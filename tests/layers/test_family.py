@@ -101,7 +101,9 @@ def test_lower_precision_stays_close(kind, dtype):
 
 @every_encoder
 def test_gradients(kind):
-    made, hidden = encoder_layer(ENCODERS[kind]), states(1, 9).requires_grad_()
+    # What eps is relative to counts as a constant.
+    setting = ENCODERS[kind] | ({"eps": 0.0} if kind == "performer" else {})
+    made, hidden = encoder_layer(setting), states(1, 9).requires_grad_()
     assert torch.autograd.gradcheck(made, (hidden,))
 
 

@@ -102,6 +102,123 @@ def test_generated_tokens_follow_the_document():
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_changes_no_generated_token(padding):
+    """A document among longer ones is written about as it is alone, with beams and without."""
+    model, ids = build(), document()
+    mask = torch.ones_like(ids)
+    real = slice(9, None) if padding == "left" else slice(None, -9)
+    mask[1] = 0
+    mask[1, real] = 1
+    # Learned positions count from the row's beginning, so that left padding shifts them.
+    given = {"max_new_tokens": 12, "no_repeat_ngram_size": 1}
+    for beams in (1, 3):
+        together = model.generate(ids, attention_mask=mask, num_beams=beams, **given)
+        changed = ids.masked_fill(mask == 0, 5)
+        assert torch.equal(
+            model.generate(changed, attention_mask=mask, num_beams=beams, **given), together
+        )
+        for row in range(2) if padding == "right" else [0]:
+            alone = ids[row : row + 1, mask[row].bool()]
+            found = model.generate(alone, num_beams=beams, **given)
+            assert torch.equal(together[row, : found.shape[1]], found[0])
+
+
+def test_several_targets_of_a_document_share_its_source():
+    model, ids = build(), document()
+    targets = torch.cat((target(), target().flip(1)))[[0, 2, 1, 3]]  # two of each document
+    wanted = model(ids.repeat_interleave(2, 0), decoder_input_ids=targets).logits
+    found = model(encoder_outputs=model.encoder(ids), decoder_input_ids=targets).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+    with pytest.raises(ValueError, match="2 documents, but 3 targets"):
+        model(encoder_outputs=model.encoder(ids), decoder_input_ids=targets[:3])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_replayed_step_writes_the_same(beams, padded, monkeypatch):
+    """What a captured graph would do, done by a stand-in: no step may need anything but the token
+    and what the cache holds."""
+    from longspan.models.steps import StepCache
+
+    class Replay:
+        def __init__(self, cache, write):
+            self.cache, self.write = cache, write
+
+        def replay(self):
+            self.cache._scores = self.write(self.cache._token)
+            self.cache.self_attention_cache.count -= 1  # which the real one leaves to the caller
+
+    model, ids = build(decoder_positions=64), document()
+    mask = torch.ones_like(ids)
+    mask[1, 30:] = 0
+    given = {"attention_mask": mask if padded else None, "num_beams": beams}
+    given |= {"max_new_tokens": 40, "min_new_tokens": 40, "no_repeat_ngram_size": 2}
+    plain = model.generate(ids, **given)
+    replays = []
+
+    def capture(cache, write):
+        replays.append(Replay(cache, write))
+        return replays[-1]
+
+    monkeypatch.setattr(StepCache, "_capture", capture)
+    made = StepCache.__init__
+
+    def on_gpu(self, *arguments, **options):
+        made(self, *arguments, **options)
+        self._captures = options["capture"]
+
+    monkeypatch.setattr(StepCache, "__init__", on_gpu)
+    assert torch.equal(model.generate(ids, **given), plain)
+    assert len(replays) == 1
+    model.capture_steps = False
+    assert torch.equal(model.generate(ids, **given), plain)
+    assert len(replays) == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("asked", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 5}])
+def test_steps_captured_on_a_gpu_write_the_same(asked, padded, precision):
+    model, ids = build(decoder_positions=64).cuda(), document().cuda()
+    if precision == "bfloat16":
+        model.to(torch.bfloat16)
+    mask = torch.ones_like(ids)
+    mask[1, 30:] = 0
+    given = {"attention_mask": mask if padded else None, **asked}
+    given |= {"max_new_tokens": 48, "min_new_tokens": 48, "no_repeat_ngram_size": 2}
+    found = []
+    for capture in (False, True, True):
+        model.capture_steps = capture
+        torch.manual_seed(0)
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
+            found.append(model.generate(ids, return_dict_in_generate=True, **given))
+    plain, *captured = (one.sequences for one in found)
+    assert all(one.past_key_values._graph is not None for one in found[1:])
+    assert all(torch.equal(one, plain) for one in captured)
+    torch.randn(4, device="cuda")  # the generator was left in order
+
+
+def test_generation_goes_on_from_a_given_beginning():
+    model, ids = build(), document()
+    start = torch.tensor([[SEP, 5, 6], [SEP, 7, 8]])
+    found = [
+        model.generate(
+            ids, decoder_input_ids=start, num_beams=3, max_new_tokens=8, use_cache=use_cache
+        )
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*found)
+    assert torch.equal(found[0][:, :3], start)
+    mask = torch.ones_like(start)
+    mask[1, 1] = 0
+    given = {"decoder_input_ids": start, "decoder_attention_mask": mask, "max_new_tokens": 8}
+    one, other = (model.generate(ids, use_cache=use, **given) for use in (True, False))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
 def test_the_first_token_is_global_wherever_it_stands(padding):
     model, ids = build(), document()
     mask = torch.ones_like(ids)
@@ -245,6 +362,9 @@ def test_bad_input_of_generation_is_named():
     mask[1] = 0
     with pytest.raises(ValueError, match=r"rows \[1\] are padding alone"):
         model.generate(ids, attention_mask=mask, num_beams=4)
+    with pytest.raises(ValueError, match=r"rows \[1\] are padding alone"):
+        # The encoder looks at no mask on a GPU, generation looks at every one.
+        model.generate(encoder_outputs=model.encoder(ids), attention_mask=mask, num_beams=4)
     with pytest.raises(ValueError, match=r"a document of 65 tokens.*positions for 64"):
         model.generate(document(1, 65), num_beams=4)
     with pytest.raises(ValueError, match=r"a target of 25 tokens.*max_new_tokens"):

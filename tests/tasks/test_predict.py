@@ -24,7 +24,7 @@ def test_a_killed_prediction_goes_on(use, tmp_path):
     broken.write_bytes(b"".join(lines[:7]) + lines[7][:15])
     predicted = []
     original = use.rows
-    use.rows = lambda rows: predicted.extend(rows) or original(rows)
+    use.rows = lambda rows, say=None: predicted.extend(rows) or original(rows)
     assert predict_file(use, source, broken, resume=True, batch=3) == 20
     use.rows = original
     assert len(predicted) == 13

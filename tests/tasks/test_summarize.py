@@ -44,6 +44,17 @@ def test_it_learns_what_is_asked_and_predicts(tmp_path: Path):
         use(text * 9)
     head = longspan.pipeline(tmp_path / "run", too_long="head")(text * 9, question="why?")
     assert head["unread"] > 0
+    said: list[str] = []
+    told = use(text, question="why?", say=said.append)
+    assert len(said) > 2
+    assert "".join(said).strip() == told["summary"] == "the cat and the cat."
+    out = tmp_path / "streamed.jsonl"
+    command = ["predict", str(tmp_path / "run"), str(data), "--stream", "--output", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("the cat is in the house.\nthe cat and the cat.\n")
+    streamed = [json.loads(x) for x in out.read_text().splitlines()]
+    assert [x["summary"] for x in streamed] == [x["summary"] for x in lines]
 
 
 def test_queries_are_global(tmp_path: Path):
@@ -136,6 +147,12 @@ def test_what_is_too_long_is_said(tmp_path: Path):
 def test_what_cannot_be_done_is_said(changes, message, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         make_task(recipe("summarize", tmp_path, **changes)).build()
+
+
+def test_what_writes_nothing_cannot_be_followed(tmp_path: Path):
+    finetune(make_task(recipe("classify", tmp_path, epochs=0.1)), tmp_path / "run", console=QUIET)
+    with pytest.raises(ValueError, match="classify writes no texts"):
+        longspan.pipeline(tmp_path / "run")("the cat", say=print)
 
 
 def test_the_right_kind_of_model_is_asked_for(tmp_path: Path):

@@ -58,3 +58,10 @@ def test_longformer_halves_it():
     ]
     assert learning_rate(recipe, 0) == pytest.approx(2.5e-4 / 10_000)
     assert recipe.phases[4].warmup == 500
+
+
+def test_rsqrt_falls_with_the_root_of_the_steps():
+    found = rates(schedule="rsqrt")
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[7] == pytest.approx((4 / 8) ** 0.5)
+    assert found[15] == pytest.approx(0.5 * (2 / 6) ** 0.5)  # each phase counts its own

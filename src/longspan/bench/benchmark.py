@@ -1,7 +1,7 @@
 """What a benchmark is: cases, contenders that solve them, points, and what is made of these.
 
-`attention`, `models`, `lm` and `family` beside this file are those there are; measuring, storing
-and reporting know none of them.
+`attention`, `models`, `led`, `lm` and `family` beside this file are those there are; measuring,
+storing and reporting know none of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -32,6 +33,7 @@ class Case:
     tokens: int
     batch: int = 1
     dtype: str = "bfloat16"
+    threads: int | None = None  # of a CPU; None: as many as the run has
 
     def small(self) -> Case:
         """The same at a size that costs nothing, to warm up with."""
@@ -77,22 +79,34 @@ Build = Callable[[Any, torch.device], Workload]
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, how it is called in tables and figures, and how to build it."""
+    """A name, how it is called in tables and figures, and how to build it.
+
+    `package` is what it cannot do without; where it is not installed, it is skipped.
+    """
 
     name: str
     label: str
     build: Build
     devices: tuple[str, ...] = ("cpu", "cuda")
+    package: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
 
 
 class Contenders(dict[str, Contender]):
     """A registry, filled by decorating builders."""
 
     def register(
-        self, name: str, label: str, devices: tuple[str, ...] = ("cpu", "cuda")
+        self,
+        name: str,
+        label: str,
+        devices: tuple[str, ...] = ("cpu", "cuda"),
+        package: str | None = None,
     ) -> Callable[[Build], Build]:
         def register(build: Build) -> Build:
-            self[name] = Contender(name, label, build, devices)
+            self[name] = Contender(name, label, build, devices, package)
             return build
 
         return register
@@ -196,6 +210,8 @@ class Benchmark:
     claims: Callable[[Results], Iterable[Claim]]  # the targets, judged from a results file alone
     tables: Callable[[Results], Iterable[Table]]
     draw: Callable[[Results, Path], list[Path]]
+    # What is computed rather than timed, kept in the file beside the points; told whether quick.
+    findings: Callable[[bool], dict[str, Any]] | None = None
 
     def jobs(
         self,
@@ -209,14 +225,15 @@ class Benchmark:
         """The suite, narrowed to what this device can run and to `only`, where given."""
 
         def wanted(name: str) -> bool:
-            return device in self.contenders[name].devices and (not only or name in only)
+            one = self.contenders[name]
+            return device in one.devices and one.installed and (not only or name in only)
 
         jobs = self.suite(device=device, dtype=dtype, quick=quick, lengths=lengths)
         jobs = [replace(job, contenders=tuple(filter(wanted, job.contenders))) for job in jobs]
         return [job for job in jobs if job.contenders]
 
 
-BENCHMARKS = ("attention", "models", "lm", "family")
+BENCHMARKS = ("attention", "models", "led", "lm", "family")
 
 
 def find(name: str) -> Benchmark:

@@ -135,8 +135,9 @@ def _cuda_growth(run: Any) -> float:
 def _measure_cpu(
     case: Case, kind: Pass, contenders: Sequence[Contender], settings: Settings
 ) -> Iterator[Point]:
-    device, threads = torch.device("cpu"), torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
+    device, before = torch.device("cpu"), torch.get_num_threads()
+    threads = case.threads or settings.threads
+    torch.set_num_threads(threads)
     try:
         ready: dict[str, tuple[Workload, Any]] = {}
         for contender in contenders:
@@ -146,27 +147,27 @@ def _measure_cpu(
                 ready[contender.name] = workload, workload.ready(kind)
             except Exception as error:
                 yield Point(case, contender.name, kind, error=_reason(error))
-        times = _interleave(ready, settings)
+        times = _interleave(ready, settings, threads)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     del ready
     # Memory does not depend on who else is running, so two processes may measure it at a time.
     with ThreadPoolExecutor(2) as pool:
         builds = [contender.build for contender in contenders if contender.name in times]
-        growth = pool.map(lambda build: peak_growth(build, case, kind, settings.threads), builds)
+        growth = pool.map(lambda build: peak_growth(build, case, kind, threads), builds)
         for (name, samples), mib in zip(times.items(), growth, strict=True):
             yield Point(case, name, kind, ms=1e3 * statistics.median(samples), mib=mib)
 
 
 def _interleave(
-    ready: dict[str, tuple[Workload, Any]], settings: Settings
+    ready: dict[str, tuple[Workload, Any]], settings: Settings, threads: int
 ) -> dict[str, list[float]]:
     """Seconds of each pass, in turns: another program's load then falls on all contenders.
 
     A single thread is timed by what the processor spends on it, which is what an idle machine
     would take; several by the clock on the wall.
     """
-    clock = time.process_time if settings.threads == 1 else time.perf_counter
+    clock = time.process_time if threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in ready}
     begin = time.perf_counter()
     for turn in range(settings.rounds):

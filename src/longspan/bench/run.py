@@ -35,9 +35,12 @@ def run(
     console: Console,
     *,
     fresh: bool = False,
+    quick: bool = False,
 ) -> Results:
     """Measure every point of `jobs` that `path` does not hold yet; return all it then holds."""
     head = header(benchmark, settings)
+    if benchmark.findings is not None:
+        head |= benchmark.findings(quick)
     results, discarded = (Results(head), None) if fresh else resume(path, head)
     if discarded:
         console.print(f"[yellow]starting over:[/] {discarded}", soft_wrap=True, highlight=False)

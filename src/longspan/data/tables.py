@@ -1,5 +1,5 @@
 """Rows of a table, one at a time: CSV, TSV, JSON lines or arrays, text, Parquet, SQuAD's JSON,
-CoNLL-2012 (a row for each document), or a hub data set.
+CoNLL-2012 (a row for each document), a hub data set, or ListOps, which is made as it is needed.
 
 Nothing is read ahead, so a file may be larger than memory. Every row knows where it came from, and
 whoever finds fault with it can say so.
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from longspan.data import listops
 from longspan.data.conll import read_conll
 
-HUB = "hub:"
+HUB, LISTOPS = "hub:", "listops:"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
 _ENDINGS = (
     ".csv, .tsv, .jsonl, .txt, .conll, .json (an array, or SQuAD's; each also .xz or .gz), .parquet"
@@ -48,9 +49,13 @@ class Row:
 
 
 def read_rows(source: str | Path) -> Iterator[Row]:
-    """The rows of a file, or of `hub:NAME`, `hub:NAME#SPLIT` where `datasets` is installed."""
+    """The rows of a file, or of `hub:NAME`, `hub:NAME#SPLIT` where `datasets` is installed, or of
+    `listops:SPLIT`; `listops:SPLIT#COUNT` makes the first of them and writes no file."""
     if str(source).startswith(HUB):
         yield from _hub(str(source).removeprefix(HUB))
+        return
+    if str(source).startswith(LISTOPS):
+        yield from _listops(str(source).removeprefix(LISTOPS))
         return
     path = Path(source)
     if not path.exists():
@@ -215,6 +220,18 @@ def _squad(path: Path, text: str, file: TextIO) -> Iterator[Row]:
             f"{path}: not in SQuAD's form, data > paragraphs > context and qas ({error!r}), nor an "
             "array of objects; one object per line goes into a .jsonl"
         ) from None
+
+
+def _listops(name: str) -> Iterator[Row]:
+    split, _, count = name.partition("#")
+    if not count and split in listops.SPLITS:
+        yield from _json_lines(listops.find(split))
+        return
+    if not count.isdigit():
+        known = ", ".join(f"{LISTOPS}{one}" for one in listops.SPLITS)
+        raise ValueError(f"{LISTOPS}{name}: choose from {known}; #COUNT behind it takes the first")
+    for number, (text, value) in enumerate(listops.examples(split, int(count))):
+        yield Row(f"{LISTOPS}{name}, example {number}", {"text": text, "label": str(value)})
 
 
 def _hub(name: str) -> Iterator[Row]:

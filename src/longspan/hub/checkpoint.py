@@ -4,7 +4,7 @@ import copy
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from longspan.hub import seq2seq
 from longspan.hub.convert import convert, load
-from longspan.models import LongspanPreTrainedModel, LongspanSeq2SeqConfig
+from longspan.hub.rounding import MOST_TOKENS, Rounding, compare
+from longspan.models import LongspanPreTrainedModel, LongspanSeq2SeqConfig, quantize
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Parity:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was made of a checkpoint."""
+    """What was made of a checkpoint. `rounding` and `megabytes`, before and after, are there if its
+    weights were made int8."""
 
     source: str
     result: str
@@ -40,6 +42,8 @@ class Conversion:
     parameters: int
     parity: list[Parity]
     notes: list[str] = field(default_factory=list)
+    rounding: list[Rounding] = field(default_factory=list)
+    megabytes: tuple[float, float] | None = None
 
 
 def convert_checkpoint(
@@ -49,10 +53,12 @@ def convert_checkpoint(
     max_length: int | None = None,
     window: int | None = None,
     texts: Sequence[str] = (),
+    int8: bool = False,
 ) -> Conversion:
     """`convert`, from a folder or hub name to a folder, with the tokenizer and a parity report.
 
-    The folder appears only when everything is in it.
+    With `int8` the weights are then quantized, with a report of what that costs. The folder
+    appears only when everything is in it.
     """
     destination = Path(destination)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
@@ -61,11 +67,16 @@ def convert_checkpoint(
     ours = convert(theirs, max_length=max_length, window=window)
     tokenizer, notes = _tokenizer(source, ours)
     reports = parity(theirs, ours, tokenizer=tokenizer, texts=texts)
+    saved, rounding = ours, []
+    if int8:
+        saved = quantize(ours)
+        most = min(ours.config.longest or MOST_TOKENS, MOST_TOKENS)
+        rounding = compare(ours.float(), saved, _inputs(ours, tokenizer, texts, most))
     destination.parent.mkdir(parents=True, exist_ok=True)
     # Beside the destination, so that renaming is one step on one file system.
     building = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
-        ours.save_pretrained(building)
+        saved.save_pretrained(building)
         if tokenizer is not None:
             tokenizer.save_pretrained(building)
         building.chmod(0o755)  # mkdtemp makes it private
@@ -83,6 +94,8 @@ def convert_checkpoint(
         parameters=sum(p.numel() for p in ours.parameters()),
         parity=reports,
         notes=notes,
+        rounding=rounding,
+        megabytes=(_megabytes(ours), _megabytes(saved)) if int8 else None,
     )
 
 
@@ -99,20 +112,31 @@ def parity(
     theirs, ours = copy.deepcopy(theirs).float().eval(), copy.deepcopy(ours).float().eval()
     fits = min(_window(theirs, ours) // 2 + 1, ours.config.longest or 512)
     fits = min(fits, _trained(theirs, ours))
+    inputs = _inputs(ours, tokenizer, texts, fits, seed)
+    return [Parity(what, ids.shape[1], *_difference(theirs, ours, ids)) for what, ids in inputs]
+
+
+def _inputs(
+    ours: LongspanPreTrainedModel, tokenizer: Any, texts: Sequence[str], most: int, seed: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """What to compare on, and ids [documents, tokens], up to `most` of them."""
     draw = torch.Generator().manual_seed(seed)
     # Ids from 10 on: special tokens have places of their own, at which heads look.
     low = min(10, ours.config.vocab_size - 1)
-    random = torch.randint(low, ours.config.vocab_size, (2, fits), generator=draw)
-    reports = [Parity("random tokens", fits, *_difference(theirs, ours, random))]
+    yield "random tokens", torch.randint(low, ours.config.vocab_size, (2, most), generator=draw)
     for text in texts:
         if tokenizer is None:
             raise ValueError("to compare on a text, the source needs a tokenizer; it has none")
         ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"]])
         shown = text[:40].replace("\n", " ") + ("..." if len(text) > 40 else "")
-        what = f"{shown!r}" if ids.shape[1] <= fits else f"{shown!r}, its first {fits} tokens"
-        ids = ids[:, :fits]
-        reports.append(Parity(what, ids.shape[1], *_difference(theirs, ours, ids)))
-    return reports
+        cut = "" if ids.shape[1] <= most else f", its first {most} tokens"
+        yield f"{shown!r}{cut}", ids[:, :most]
+
+
+def _megabytes(model: PreTrainedModel) -> float:
+    """Of all its tensors, those that it shares counted once."""
+    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in model.state_dict().values()}
+    return sum(tensors.values()) / 1e6
 
 
 def _difference(

@@ -69,6 +69,8 @@ def inexpressible(config: LongspanConfig) -> list[str]:
             reasons.append(f"layer {index} is dilated: {setting}")
     if config.position != "learned":
         reasons.append(f"its positions are {config.position}")
+    if config.quantize is not None:
+        reasons.append(f"its weights are {config.quantize}; give the model they were made of")
     fixed = {"norm_first": False, "gated": False, "bias": True, "embedding_scale": False}
     for name, wanted in fixed.items():
         if getattr(config, name) is not wanted:

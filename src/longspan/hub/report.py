@@ -21,5 +21,20 @@ def show(made: Conversion, console: Console) -> None:
     for row in made.parity:
         table.add_row(row.what, f"{row.tokens:,}", f"{row.largest:.1e}", f"{row.size:.3g}")
     console.print(table)
+    if made.megabytes is not None:
+        before, after = made.megabytes
+        console.print(f"int8 weights: {before:,.1f} -> {after:,.1f} MB", highlight=False)
+        console.print(_rounding(made))
     for note in made.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True, highlight=False)
+
+
+def _rounding(made: Conversion) -> Table:
+    table = Table(title="Hidden states with int8 weights against float32", title_justify="left")
+    table.add_column("on")
+    for name in ("tokens", "largest difference", "mean", "largest state", "cosine of embeddings"):
+        table.add_column(name, justify="right")
+    for row in made.rounding:
+        numbers = (f"{row.largest:.1e}", f"{row.mean:.1e}", f"{row.size:.3g}", f"{row.cosine:.5f}")
+        table.add_row(row.what, f"{row.tokens:,}", *numbers)
+    return table

@@ -2,10 +2,16 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
+from longspan.layers.dense import project
 from longspan.ops.window import Visibility
+
+# Tokens that the feed-forward part takes at a time where nothing has to be kept for gradients: what
+# is inside is four times as wide as what goes in.
+_TOKENS = 512
 
 
 class Block(nn.Module):
@@ -77,7 +83,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """What attention adds."""
         about = {"seen": seen, "positions": positions, "position_ids": position_ids}
-        return self.dropout(self.project(self.attention(self.attention_input(hidden), **about)))
+        mixed = self.attention(self.attention_input(hidden), **about)
+        return self.dropout(project(self.project, mixed))
 
     def feed(self, hidden: Tensor) -> Tensor:
         """What the feed-forward part adds."""
@@ -90,8 +97,16 @@ class Block(nn.Module):
         return self.attention_norm(hidden) if self.norm_first else hidden
 
     def _feed(self, hidden: Tensor) -> Tensor:
-        up = self.up(hidden)
-        if not self.gated:
-            return self.down(self.inner_dropout(self.activation(up)))
-        inner, gate = up.chunk(2, dim=-1)
-        return self.down(self.inner_dropout(self.activation(inner) * gate))
+        whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if whole or hidden.device.type != "cpu" or hidden.shape[:-1].numel() <= _TOKENS:
+            return self._feed_some(hidden)
+        parts = hidden.flatten(0, -2).split(_TOKENS)
+        return torch.cat([self._feed_some(part) for part in parts]).view_as(hidden)
+
+    def _feed_some(self, hidden: Tensor) -> Tensor:
+        if self.gated:
+            inner, gate = project(self.up, hidden).chunk(2, dim=-1)
+            inner = self.activation(inner) * gate
+        else:
+            inner = project(self.up, hidden, self.activation)
+        return project(self.down, self.inner_dropout(inner))

@@ -9,10 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class CrossBlock(nn.Module):
-    """[batch, tokens, dim] and a source [batch, source, dim] -> [batch, tokens, dim].
+    """[batch, tokens, dim] and a source [documents, source, dim] -> [batch, tokens, dim].
 
     Both attentions are dense: targets are short, and every token of one may look at any of the
-    source.
+    source. A document may have several targets, one behind the other in the batch.
 
     Args:
         dim, heads, hidden_dim: of the tokens, and inside the feed-forward part.
@@ -72,7 +72,7 @@ class CrossBlock(nn.Module):
         Args:
             target_mask: bool [batch or 1, 1, tokens, cached + tokens], who sees whom; None for a
                 target without padding of which nothing is cached, or a single token that sees all.
-            source_mask: bool [batch, 1, 1, source], which tokens of the source may be seen.
+            source_mask: bool [documents, 1, 1, source], which tokens of the source may be seen.
             cache: transformers' `EncoderDecoderCache`, which is added to.
         """
         hidden = self._add(
@@ -96,7 +96,6 @@ class CrossBlock(nn.Module):
         return self.project(self._attend(query, key, value, mask, causal))
 
     def _source(self, hidden: Tensor, source: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        (query,) = self._apart(self.cross_query(hidden), 1)
         if cache is not None and cache.is_updated.get(self.layer):
             known = cache.cross_attention_cache.layers[self.layer]
             key, value = known.keys, known.values
@@ -105,7 +104,10 @@ class CrossBlock(nn.Module):
             if cache is not None:
                 key, value = cache.cross_attention_cache.update(key, value, self.layer)
                 cache.is_updated[self.layer] = True
-        return self.cross_project(self._attend(query, key, value, mask))
+        # Tokens of all targets of a document ask it as those of one would.
+        asking = hidden.reshape(key.shape[0], -1, hidden.shape[-1])
+        (query,) = self._apart(self.cross_query(asking), 1)
+        return self.cross_project(self._attend(query, key, value, mask)).view_as(hidden)
 
     def _apart(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Each [batch, heads, tokens, head_dim], as PyTorch's attention and the cache have it."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from longspan.layers.base import AttentionLayer
+from longspan.layers.dense import project
 from longspan.layers.position import rotate
 from longspan.ops.rows import global_positions, global_rows, global_weights, take_rows
 from longspan.ops.window import Visibility, window_attention
@@ -182,7 +183,7 @@ class WindowAttention(AttentionLayer):
 
     def _project(self, hidden: Tensor) -> Tensor:
         """Queries, keys and values, [batch, tokens, 3, heads, head_dim]."""
-        return self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
+        return project(self.qkv, hidden).unflatten(-1, (3, self.heads, -1))
 
     def _apart(
         self, stacked: Tensor, seen: Visibility, position_ids: Tensor | None
@@ -198,11 +199,11 @@ class WindowAttention(AttentionLayer):
         query, key = rotate(query, key, position=position_ids, base=self.rotary)
         return query, key, value
 
-    def _global_query(self, project: nn.Linear, hidden: Tensor, positions: Tensor) -> Tensor:
+    def _global_query(self, layer: nn.Linear, hidden: Tensor, positions: Tensor) -> Tensor:
         """[batch, g, heads, head_dim]: the queries of the global tokens alone."""
         dim = hidden.shape[2]
-        bias = None if project.bias is None else project.bias[:dim]
-        query = linear(take_rows(hidden, positions), project.weight[:dim], bias)
+        bias = None if layer.bias is None else layer.bias[:dim]
+        query = linear(take_rows(hidden, positions), layer.weight[:dim], bias)
         return query.unflatten(-1, (self.heads, -1))
 
     def _global_rows(

@@ -27,6 +27,7 @@ from longspan.models.heads import (
 from longspan.models.multihop import LongspanForMultihop
 from longspan.models.packing import Packing, pad, unpad
 from longspan.models.presets import explain_global
+from longspan.models.quantize import quantize
 from longspan.models.sampling import Sampler
 from longspan.models.seq2seq import LongspanForConditionalGeneration
 from longspan.models.seq2seq_config import LongspanSeq2SeqConfig
@@ -51,6 +52,7 @@ __all__ = [
     "Sampler",
     "explain_global",
     "pad",
+    "quantize",
     "unpad",
 ]
 

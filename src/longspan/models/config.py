@@ -12,6 +12,7 @@ from longspan.models.settings import per_layer, try_out
 
 POSITIONS = ("learned", "sinusoidal", "rotary")
 POOLING = ("first", "mean")
+QUANTIZED = (None, "int8")
 
 
 class LongspanConfig(PreTrainedConfig):
@@ -49,6 +50,8 @@ class LongspanConfig(PreTrainedConfig):
             has it.
         classifier_pooling: what a document's scores come from: its "first" token, or the "mean".
         classifier_dropout: in the heads; None takes `hidden_dropout_prob`.
+        quantize: "int8" keeps the weights of the layers as int8, for inference on a CPU; see
+            `longspan.quantize`, which makes such a model.
     """
 
     model_type = "longspan"
@@ -87,6 +90,7 @@ class LongspanConfig(PreTrainedConfig):
     max_global_tokens: int | None = None
     global_preset: str | None = None
     pooler: bool = True
+    quantize: str | None = None
     pad_token_id: int | None = 1
     bos_token_id: int | None = 0
     eos_token_id: int | None = 2
@@ -99,6 +103,7 @@ class LongspanConfig(PreTrainedConfig):
             self.classifier_dropout = self.hidden_dropout_prob
         self._check_numbers()
         self.attention = self._per_layer(self.attention)
+        self.check_quantize()
         super().__post_init__(**kwargs)
 
     @property
@@ -129,10 +134,15 @@ class LongspanConfig(PreTrainedConfig):
         ):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-        for name, known in (("position", POSITIONS), ("classifier_pooling", POOLING)):
+        for name, known in (
+            ("position", POSITIONS),
+            ("classifier_pooling", POOLING),
+            ("quantize", QUANTIZED),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
+                    f"{name}={getattr(self, name)!r} is unknown; choose from "
+                    f"{', '.join(map(str, known))}"
                 )
         if self.position_offset < 0 or (self.longest is not None and self.longest < 1):
             raise ValueError(
@@ -143,6 +153,15 @@ class LongspanConfig(PreTrainedConfig):
             raise ValueError("reversible=True needs norm_first=True: norms stand inside its halves")
         if self.max_global_tokens is not None and self.max_global_tokens < 0:
             raise ValueError(f"max_global_tokens={self.max_global_tokens} must not be negative")
+
+    def check_quantize(self) -> None:
+        # Other kinds may share projections between layers, behind the back of who replaces them.
+        others = {one["kind"] for one in self.attention} - {"window"}
+        if self.quantize is not None and others:
+            raise ValueError(
+                f"quantize={self.quantize!r} is for layers of windows; here are "
+                f"{', '.join(sorted(others))}"
+            )
 
     def _per_layer(self, given: Any) -> list[dict[str, Any]]:
         """One setting per layer, each tried out on a layer without memory."""

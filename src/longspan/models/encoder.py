@@ -12,6 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from longspan.layers.block import Block
 from longspan.layers.position import sinusoids, tile_positions
+from longspan.layers.quantized import quantize_layers
 from longspan.layers.reversible import run_reversible
 from longspan.layers.window import WindowAttention
 from longspan.models.config import LongspanConfig
@@ -151,6 +152,8 @@ class LongspanPreTrainedModel(PreTrainedModel):
             ),
         )
         refuse_surplus(source, cls.__name__, info["unexpected_keys"])
+        if model.config.quantize is not None:
+            model.base_model.requires_grad_(False)  # loading makes new parameters
         return (model, info) if tell else model
 
     def initialize_weights(self) -> None:
@@ -224,6 +227,9 @@ class LongspanModel(LongspanPreTrainedModel):
         pooled = config.pooler if add_pooling_layer is None else add_pooling_layer
         self.pooler = Pooler(config) if pooled else None
         self.gradient_checkpointing = False
+        if config.quantize is not None:
+            quantize_layers(self.layers)
+            self.requires_grad_(False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from transformers.activations import ACT2FN
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import can_return_tuple
 
 from longspan.layers.cross import CrossBlock
@@ -15,11 +16,20 @@ from longspan.models.inputs import as_bool, check_documents
 from longspan.models.outputs import LongspanOutput, LongspanSeq2SeqOutput
 from longspan.models.presets import choose_global
 from longspan.models.seq2seq_config import LongspanSeq2SeqConfig
+from longspan.models.steps import StepCache
 from longspan.models.targets import (
     check_decoder_input,
     check_labels,
     check_target_length,
     shift_right,
+)
+
+# Ways to generate that add a token to each row and never take one back.
+_STEPWISE = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
 )
 
 
@@ -102,18 +112,23 @@ class TargetDecoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Hidden states [batch, tokens, dim] behind the embeddings and each layer.
 
-        `target_mask` [batch, cached + tokens] and `source_mask` [batch, source], True = token, may
-        be left out where there is no padding. `cache`: an `EncoderDecoderCache`, added to.
+        `target_mask` [batch, cached + tokens] and `source_mask` [documents, source], True = token,
+        may be left out where there is no padding. `cache`: an `EncoderDecoderCache`, added to.
         """
         tokens = input_ids.shape[1]
         before = 0 if cache is None else cache.get_seq_length()
         check_target_length(self.config, before + tokens)
-        position_ids = torch.arange(before, before + tokens, device=input_ids.device)[None]
+        in_place = cache.self_attention_cache if isinstance(cache, StepCache) else None
+        if in_place is not None:
+            position_ids, visible = in_place.take(tokens)
+        else:
+            position_ids = torch.arange(before, before + tokens, device=input_ids.device)[None]
+            visible = _visible(target_mask, before, position_ids[0])
         hidden = self.embeddings(self.embeddings.look_up(input_ids), position_ids)
         if source_mask is not None:
             # Whoever may see nothing would get NaN from some of PyTorch's kernels.
             source_mask = (source_mask | ~source_mask.any(dim=1, keepdim=True))[:, None, None]
-        about = source, _visible(target_mask, before, position_ids[0]), source_mask
+        about = source, visible, source_mask
         states = (hidden,)
         for block in cast("list[CrossBlock]", self.layers):
             if self.gradient_checkpointing and self.training:
@@ -122,6 +137,8 @@ class TargetDecoder(nn.Module):
             else:
                 hidden = block(hidden, *about, cache)
             states = (*states, hidden)
+        if in_place is not None:
+            in_place.advance(tokens)
         return states if self.norm is None else (*states[:-1], self.norm(hidden))
 
 
@@ -143,8 +160,11 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
     """Reads a document through windows and global tokens, and writes a text about it: LED.
 
     The first token is global unless a mask or `config.global_preset` says otherwise. `generate` is
-    transformers' own and takes the same masks.
+    transformers' own and takes the same masks; on a GPU its steps are captured as a CUDA graph
+    unless `capture_steps` is set to False.
     """
+
+    capture_steps: bool = True
 
     config_class = LongspanSeq2SeqConfig
     config: LongspanSeq2SeqConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -214,7 +234,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
         Args:
             input_ids, attention_mask, global_attention_mask, inputs_embeds, max_global_tokens:
                 the document, as `LongspanModel` takes it; or `encoder_outputs` made of it before,
-                with its `attention_mask`.
+                with its `attention_mask`. Of these, each may have several targets in a row.
             decoder_input_ids: [batch, target], behind what `past_key_values` holds; made from the
                 labels if left out.
             decoder_attention_mask: [batch, held + target], 1 = token, 0 = padding.
@@ -227,6 +247,7 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             if decoder_input_ids is None:
                 decoder_input_ids = shift_right(self.config, labels)
         target = check_decoder_input(self.config, decoder_input_ids, labels)
+        several = 1
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids,
@@ -237,23 +258,42 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
                 output_hidden_states,
                 output_attentions,
             )
+        else:
+            several = max(1, target.shape[0] // encoder_outputs[0].shape[0])
         encoded = encoder_outputs
         if not isinstance(encoded, LongspanOutput):
             encoded = LongspanOutput(last_hidden_state=cast(Any, encoded[0]))
         source = cast(Tensor, encoded.last_hidden_state)
-        if source.shape[0] != target.shape[0]:
+        if source.shape[0] * several != target.shape[0]:
             raise ValueError(f"{source.shape[0]} documents, but {target.shape[0]} targets")
-        source_mask = as_bool("attention_mask", attention_mask, source)
-        check_documents(source_mask, None)
 
         cache = self._cache(past_key_values, use_cache, labels)
         held = 0 if cache is None else cache.get_seq_length()
+        in_place = isinstance(cache, StepCache)
+        if in_place and held:
+            source_mask = cache.source_mask
+        else:
+            source_mask = as_bool("attention_mask", attention_mask, source)
+            check_documents(source_mask, None)
+            if in_place:
+                cache.source_mask = source_mask
         whole = target.new_empty(0).expand(target.shape[0], held + target.shape[1], 0)
         target_mask = as_bool("decoder_attention_mask", decoder_attention_mask, whole)
-        states = self.decoder(
-            target, source, target_mask=target_mask, source_mask=source_mask, cache=cache
-        )
-        logits = self.lm_head(states[-1]) + self.final_logits_bias
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states: tuple[Tensor, ...] = ()
+
+        def write(target: Tensor) -> Tensor:
+            nonlocal states
+            states = self.decoder(
+                target, source, target_mask=target_mask, source_mask=source_mask, cache=cache
+            )
+            return self.lm_head(states[-1]) + self.final_logits_bias
+
+        if in_place and target.shape[1] == 1 and not output_hidden_states:
+            logits = cache.step(write, target)
+        else:
+            logits = write(target)
         loss: Any = None
         if labels is not None:
             loss = cross_entropy(
@@ -261,11 +301,9 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
                 labels.to(logits.device).flatten(),
                 label_smoothing=self.config.label_smoothing,
             )
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         return LongspanSeq2SeqOutput(
             loss=loss,
-            logits=logits,
+            logits=cast(Any, logits),
             past_key_values=cache,
             decoder_hidden_states=states if output_hidden_states else None,
             encoder_last_hidden_state=cast(Any, source),
@@ -289,13 +327,50 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             )
         return given
 
+    def _expand_inputs_for_generation(self, *arguments: Any, **options: Any) -> Any:
+        """Of what `generate` has, repeated for each beam: the target alone. All beams of a document
+        read it where it is, and a mask that hides nothing is left out."""
+        names = ("encoder_outputs", "attention_mask", "global_attention_mask")
+        source = {name: options.pop(name) for name in names if name in options}
+        mask = source.get("attention_mask")
+        if mask is not None:
+            # This looks at the mask, which waits for a GPU, but only once in a text.
+            check_documents(mask.bool().cpu(), None)
+            source["attention_mask"] = None if bool((mask != 0).all()) else mask
+        own: Any = super()  # whose protocol for mixins no model of transformers fulfils
+        options["is_encoder_decoder"] = False
+        target, expanded = own._expand_inputs_for_generation(*arguments, **options)
+        return target, expanded | source
+
     def _prepare_cache_for_generation(
-        self, generation_config: Any, *arguments: Any, **options: Any
+        self,
+        generation_config: Any,
+        model_kwargs: Any,
+        generation_mode: Any,
+        *arguments: Any,
+        **options: Any,
     ) -> Any:
         # Before the first token is generated, not at the one that has no position.
         check_target_length(self.config, generation_config.max_length - 1)
-        own: Any = super()  # whose protocol for mixins no model of transformers fulfils
-        return own._prepare_cache_for_generation(generation_config, *arguments, **options)
+        plain = (
+            generation_mode in _STEPWISE
+            and generation_config.use_cache is not False
+            and generation_config.cache_implementation is None
+            and model_kwargs.get("past_key_values") is None
+            and model_kwargs.get("decoder_attention_mask") is None
+        )
+        if plain:
+            model_kwargs["past_key_values"] = StepCache(
+                len(self.decoder.layers),
+                generation_config.max_length,
+                self.device,
+                capture=self.capture_steps and not self.training,
+            )
+            return
+        own: Any = super()
+        own._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, *arguments, **options
+        )
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """Beams change places within their document only, and all of one document see the same

@@ -5,7 +5,13 @@ from typing import Any
 from longspan.models.config import LongspanConfig
 
 # What an encoder may be and an encoder-decoder is not: setting, what it has to be.
-_FIXED = (("position", "learned"), ("position_offset", 0), ("gated", False), ("pooler", False))
+_FIXED = (
+    ("position", "learned"),
+    ("position_offset", 0),
+    ("gated", False),
+    ("pooler", False),
+    ("quantize", None),
+)
 
 
 class LongspanSeq2SeqConfig(LongspanConfig):

@@ -79,7 +79,8 @@ def linear_attention(
         kernel: "softmax" (positive random features), "relu" (of random projections, plus 1e-3) or
             "elu" (plus 1, of queries and keys themselves).
         valid: bool [batch, tokens], False = padding.
-        eps: added to each softmax feature, relative to the largest; keeps sums off zero.
+        eps: added to each softmax feature, relative to the largest; keeps sums off zero. Gradients
+            take the largest for a constant, which it is but for this.
     """
     with _full_precision(query):
         (q, k, v), projection = _wide(query, key, value, projection)
@@ -89,9 +90,9 @@ def linear_attention(
             if valid is not None:
                 k = k.masked_fill(~valid[:, None, :, None], -torch.inf)
             # A row of padding alone has no largest exponent.
-            largest = k.amax((-2, -1), keepdim=True).clamp(min=torch.finfo(k.dtype).min)
+            largest = k.detach().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(k.dtype).min)
             k = (k - largest).exp() + eps
-            q = (q - q.amax(-1, keepdim=True)).exp() + eps
+            q = (q - q.detach().amax(-1, keepdim=True)).exp() + eps
         else:
             q, k = (_features(t, projection, kernel) for t in (q, k))
         if valid is not None:

@@ -1,12 +1,15 @@
 """One function per experiment; each returns the whole configuration of a run."""
 
 from collections.abc import Callable
+from functools import partial
 
 from longspan.recipes import (
     ablations,
     books,
+    causal,
     enwik8,
     finetuning,
+    lra,
     memory,
     mlm,
     rivals,
@@ -26,6 +29,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "rival-compressive": rivals.compressive,
     "rival-compressive-mean": rivals.compressive_mean,
     "rival-dense": rivals.dense,
+    **{f"causal-{kind}": partial(causal.causal, kind) for kind in causal.KINDS},
     "small-increasing": ablations.small_increasing,
     "small-decreasing": ablations.small_decreasing,
     "small-fixed": ablations.small_fixed,
@@ -47,6 +51,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 STUDIES: dict[str, tuple[str, ...]] = {
     "rivals": tuple(name for name in RECIPES if name.startswith("rival-")),
     "windows": tuple(name for name in RECIPES if name.startswith("small-")),
+    "causal": causal.STUDY,
 }
 
 
@@ -71,7 +76,13 @@ FINETUNING: dict[str, Callable[[], Finetuning]] = {
     "mlm-positions": mlm.positions,
     "summarize": summaries.summarize,
     "arxiv": summaries.arxiv,
+    "lra-listops": lra.listops,
+    "lra-text": lra.text,
 }
+
+
+# Studies of one of these recipes with every kind of attention.
+ARENA = ("lra-listops", "lra-text")
 
 
 def find(name: str) -> Recipe:
@@ -84,11 +95,15 @@ def find(name: str) -> Recipe:
 def find_study(name: str) -> list[Recipe]:
     """The recipes of a study, or an error with the nearest name there is."""
     if name not in STUDIES:
-        raise ValueError(unknown(f"study {name}", name, {*STUDIES, "positions"}))
+        raise ValueError(
+            unknown(f"study {name}", name, {*STUDIES, "positions", "summaries", *ARENA})
+        )
     return [find(own) for own in STUDIES[name]]
 
 
 def summary(name: str) -> str:
     """The first line of a recipe's description."""
     made = RECIPES.get(name) or FINETUNING[name]
+    if isinstance(made, partial):
+        return f"Novels, two minutes: {made.args[0].replace('_', ' ')} on rows of 8,192."
     return (made.__doc__ or "").strip().partition("\n")[0]

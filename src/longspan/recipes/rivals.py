@@ -17,7 +17,7 @@ _STEPS = 2000
 _TOP = tuple(2 if left == 1024 else 1 for left in WINDOWS)  # dilation of two heads, by layer
 
 
-def _rival(
+def rival(
     name: str,
     attention: Any,
     *,
@@ -26,6 +26,7 @@ def _rival(
     feed_forward: int = FEED_FORWARD,
     compile: Any = "model",
 ) -> Recipe:
+    """The same but for its attention, and the length of its rows."""
     return Recipe(
         name=name,
         model=skeleton(attention, feed_forward=feed_forward),
@@ -50,7 +51,7 @@ def _rival(
 
 def longformer() -> Recipe:
     """Novels, two minutes: windows of 64 to 1,024 on rows of 8,192 from the first step on."""
-    return _rival(
+    return rival(
         "rival-longformer",
         windows(WINDOWS, _TOP),
         length=8192,
@@ -88,7 +89,7 @@ def staged() -> Recipe:
 
 def xl() -> Recipe:
     """Novels, two minutes: Transformer-XL, segments and memory of 512."""
-    return _rival(
+    return rival(
         "rival-xl",
         {"kind": "xl", "memory": 512},
         length=512,
@@ -103,7 +104,7 @@ def compressive() -> Recipe:
 
     The compressor, 6M of the parameters, learns from its own loss and predicts nothing.
     """
-    return _rival(
+    return rival(
         "rival-compressive",
         {
             "kind": "compressive",
@@ -122,7 +123,7 @@ def compressive() -> Recipe:
 
 def compressive_mean() -> Recipe:
     """Novels, two minutes: the same with the mean of two tokens, which has no parameters."""
-    return _rival(
+    return rival(
         "rival-compressive-mean",
         {
             "kind": "compressive",
@@ -140,7 +141,7 @@ def compressive_mean() -> Recipe:
 
 def dense() -> Recipe:
     """Novels, two minutes: dense attention on rows of 1,024."""
-    return _rival(
+    return rival(
         "rival-dense",
         {"kind": "full", "norm_keys": True},
         length=1024,

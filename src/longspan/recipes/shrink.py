@@ -3,10 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from longspan.train.recipe import Recipe
+from longspan.data.tables import LISTOPS
+from longspan.train.finetuning import Finetuning
+from longspan.train.recipe import Recipe, change
 
 _HEADS = 2
-_MOST = {"left": 8, "memory": 8, "compressed": 8, "clamp": 8}
+_SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": _HEADS,
+    "intermediate_size": 32,
+}
+_MOST = {"left": 8, "memory": 8, "compressed": 8, "clamp": 8, "stride": 4, "longest": 8}
 
 
 def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
@@ -15,10 +23,7 @@ def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
     settings = [given, given] if isinstance(given, dict) else [given[0], given[-1]]
     model = {
         **recipe.model,
-        "hidden_size": 16,
-        "num_hidden_layers": len(settings),
-        "num_attention_heads": _HEADS,
-        "intermediate_size": 32,
+        **_SIZES,
         "attention": [_shrink(setting) for setting in settings],
     }
     phases = tuple(
@@ -55,6 +60,20 @@ def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
         save_every=0,
         sample_every=0,
     )
+
+
+def shrink_finetuning(recipe: Finetuning) -> Finetuning:
+    """A few examples, two steps or half a pass, float32; what starts from nothing is small."""
+    toy: dict[str, Any] = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5}
+    toy |= {"precision": "no", "minutes": 0.0} | ({"updates": 2} if recipe.updates else {})
+    if recipe.model.new is not None:
+        toy |= {f"model.new.config.{name}": size for name, size in _SIZES.items()}
+        toy |= {"data.limit": 64, "evaluation.every": 0}
+    for split in ("train", "valid", "test"):
+        source = getattr(recipe.data, split)
+        if source is not None and source.startswith(LISTOPS):
+            toy[f"data.{split}"] = f"{source}#64"
+    return change(recipe, toy)
 
 
 def _shrink(setting: dict[str, Any]) -> dict[str, Any]:

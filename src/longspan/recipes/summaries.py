@@ -32,3 +32,23 @@ def arxiv() -> Finetuning:
         optimizer=Optimizer(clip=1.0, schedule="linear"),
         too_long="head",
     )
+
+
+def scratch() -> Finetuning:
+    """A small model that has read nothing before, as `longspan study summaries` trains it.
+
+    Chosen by the loss: texts are written once, at the end, not while training. What knows little
+    yet repeats itself, the more so the more beams it has; so no three words in a row may.
+    """
+    return replace(
+        summarize(),
+        name="scratch",
+        measure="loss",
+        model=Start(length=16384, window=512),
+        writing=Writing(longest=256, no_repeat=3),
+        learning_rate=5e-4,
+        updates=3000,
+        accumulate=1,
+        too_long="head",
+        evaluation=Checks(every=300, batch=8),
+    )

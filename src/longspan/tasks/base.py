@@ -107,11 +107,18 @@ class QuestionTask(ExampleTask):
         self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
 
 
-def check_recipe(recipe: Finetuning, measures: Sequence[str]) -> str:
-    """The checkpoint to start from; an error if the recipe cannot be carried out."""
+def check_measure(recipe: Finetuning, measures: Sequence[str]) -> None:
+    """Raise if the recipe cannot be carried out, whatever it starts from."""
     check(recipe)
     if recipe.measure not in measures:
         raise ValueError(f"measure={recipe.measure}: choose from {', '.join(measures)}")
+
+
+def check_recipe(recipe: Finetuning, measures: Sequence[str]) -> str:
+    """The checkpoint to start from; an error if the recipe cannot be carried out."""
+    check_measure(recipe, measures)
+    if recipe.model.new is not None:
+        raise ValueError(f"model.new: {recipe.task} starts from a checkpoint; classify need not")
     if recipe.model.source is None:
         raise ValueError("there is no model to start from: give --model FOLDER or a hub name")
     return recipe.model.source

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
-from longspan.tasks.base import DocumentReader, ExampleTask, check_recipe
-from longspan.tasks.documents import reach, read_whole, tokenize
+from longspan.tasks.base import DocumentReader, ExampleTask, check_measure, check_recipe
+from longspan.tasks.documents import reach, read_whole, token_ids
 from longspan.tasks.measures import label_measures
-from longspan.tasks.start import build_model, load_tokenizer
+from longspan.tasks.start import build_model, build_new, load_tokenizer
+from longspan.tasks.vocabulary import make_tokenizer
 from longspan.train.finetuning import Finetuning, planned
 from longspan.train.task import Goal, Loss
 
@@ -62,7 +63,7 @@ class Classifier(DocumentReader):
         """For each row its label, or labels, and the probability of every label."""
         column = self.recipe.data.columns.get("text", "text")
         texts = [row.text(column) for row in rows]
-        tokens = [one.ids for one in tokenize(self.tokenizer, texts)]
+        tokens = token_ids(self.tokenizer, texts)
         for row, own in zip(rows, tokens, strict=True):
             if len(own) > self.room and self.recipe.too_long == "refuse":
                 raise ValueError(
@@ -97,8 +98,12 @@ class Classify(Classifier, ExampleTask):
     """
 
     def __init__(self, recipe: Finetuning) -> None:
-        source = check_recipe(recipe, MEASURES)
-        super().__init__(recipe, load_tokenizer(source))
+        if recipe.model.new is None:
+            tokenizer = load_tokenizer(check_recipe(recipe, MEASURES))
+        else:
+            check_measure(recipe, MEASURES)
+            tokenizer = make_tokenizer(recipe.model.new.vocabulary)
+        super().__init__(recipe, tokenizer)
         self.skips = Skips()
         examples = read_examples(recipe.data, self._understand, self.skips)
         self.labels = _labels(examples, recipe)
@@ -158,27 +163,28 @@ class Classify(Classifier, ExampleTask):
 
     def _encode(self, examples: list[Labelled]) -> list[Document]:
         place = {label: index for index, label in enumerate(self.labels)}
-        tokens = tokenize(self.tokenizer, [one.text for one in examples])
+        tokens = token_ids(self.tokenizer, [one.text for one in examples])
         found = []
         for one, own in zip(examples, tokens, strict=True):
             target = np.zeros(len(place), dtype=np.float32)
             target[[place[label] for label in one.labels]] = 1.0
-            if len(own.ids):
-                found.append(Document(own.ids, target))
+            if len(own):
+                found.append(Document(own, target))
             else:
                 self.skips.add("the text has no tokens", repr(one.text[:20]))
         return found
 
     def build(self) -> PreTrainedModel:
         kind = "multi_label" if self.recipe.data.several else "single_label"
-        return build_model(
-            self.recipe.model,
-            LongspanForSequenceClassification,
-            self.tokenizer,
-            id2label=dict(enumerate(self.labels)),
-            label2id={label: index for index, label in enumerate(self.labels)},
-            problem_type=f"{kind}_classification",
-        )
+        settings = {
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: index for index, label in enumerate(self.labels)},
+            "problem_type": f"{kind}_classification",
+        }
+        start, head = self.recipe.model, LongspanForSequenceClassification
+        if start.new is not None:
+            return build_new(start, self.recipe.attention, head, self.tokenizer, **settings)
+        return build_model(start, head, self.tokenizer, **settings)
 
     def batch(self, number: int, step: int, rows: range) -> tuple[dict[str, Tensor], bool]:
         return self._batch([self.documents.train[p] for p in self._order.take(step, rows)]), True

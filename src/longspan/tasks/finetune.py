@@ -1,5 +1,6 @@
 """A finetuning recipe carried out, and the results of it: one run, or one for each seed."""
 
+import json
 import statistics
 from dataclasses import replace
 from os import environ
@@ -80,6 +81,30 @@ def finetune(
     if environ.get("RANK", "0") == "0":  # of several processes, one writes
         checkpoint.write_json(run / "results.json", results)
     return results
+
+
+def done_before(recipe: Finetuning, run: Path) -> dict[str, Any] | None:
+    """The results of a run that is complete, None if it is not; an error if it had another recipe
+    than this, as `planned` makes it."""
+    results = run / "results.json"
+    if not results.exists():
+        return None
+    known = checkpoint.read_json(run / "recipe.json")
+    wanted = json.loads(json.dumps(recipe.to_dict()))
+    differing = [key for key in wanted if wanted[key] != known.get(key)]
+    if differing:
+        raise ValueError(
+            f"{run} was done with other settings ({', '.join(differing)}): name another folder"
+        )
+    return checkpoint.read_json(results)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """What a run entered while training, in order; none if it was not trained."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
 
 
 def finetune_seeds(

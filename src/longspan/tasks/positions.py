@@ -6,8 +6,6 @@ own length: only after that is it a short model of masked tokens, of which long 
 """
 
 import gc
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ from transformers import AutoConfig
 
 from longspan.hub.convert import positions_of
 from longspan.models import LongspanForMaskedLM
-from longspan.tasks.finetune import finetune, half
+from longspan.tasks.finetune import done_before, finetune, half, read_metrics
 from longspan.tasks.mlm import MaskedLM
 from longspan.tasks.start import build_model, find_source, has_head, load_tokenizer
 from longspan.train import checkpoint
@@ -191,17 +189,10 @@ def judge(bits: dict[str, float]) -> list[Claim]:
 
 
 def _carry_out(task: MaskedLM, name: str, run: Path, trains: bool, console: Console) -> Arm:
-    recipe, results = task.recipe, run / "results.json"
-    if results.exists():
-        known = checkpoint.read_json(run / "recipe.json")
-        wanted = json.loads(json.dumps(recipe.to_dict()))
-        differing = [key for key in wanted if wanted[key] != known.get(key)]
-        if differing:
-            raise ValueError(
-                f"{run} was done with other settings ({', '.join(differing)}): name another folder"
-            )
+    recipe, known = task.recipe, done_before(task.recipe, run)
+    if known is not None:
         console.print("done before", highlight=False)
-        scores = checkpoint.read_json(results)["valid"]
+        scores = known["valid"]
     elif trains:
         again = (run / "recipe.json").exists()
         scores = finetune(task, run, resume=again, console=console)["valid"]
@@ -209,9 +200,9 @@ def _carry_out(task: MaskedLM, name: str, run: Path, trains: bool, console: Cons
         scores = _score(task)
         run.mkdir(parents=True, exist_ok=True)
         checkpoint.write_json(run / "recipe.json", recipe.to_dict())
-        checkpoint.write_json(results, {"valid": scores})
+        checkpoint.write_json(run / "results.json", {"valid": scores})
     console.print(f"{scores['bits_per_character']:.4f} bits per character", highlight=False)
-    entries = list(_entries(run))
+    entries = read_metrics(run)
     last = next((e for e in reversed(entries) if "split" not in e), {})
     return Arm(
         name,
@@ -233,9 +224,3 @@ def _score(task: MaskedLM) -> dict[str, float]:
     model = model.to("cuda") if torch.cuda.is_available() else model
     with half(task.recipe, model):
         return task.evaluate(model, "valid")
-
-
-def _entries(run: Path) -> Iterator[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    if path.exists():
-        yield from map(json.loads, path.read_text(encoding="utf8").splitlines())

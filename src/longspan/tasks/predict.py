@@ -51,9 +51,14 @@ class Pipeline:
             self.task.threshold = checkpoint.read_json(results)["valid"].get("threshold", 0.0)
 
     def __call__(
-        self, text: Any, question: str | None = None, choices: Sequence[str] | None = None
+        self,
+        text: Any,
+        question: str | None = None,
+        choices: Sequence[str] | None = None,
+        say: Callable[[str], object] | None = None,
     ) -> dict[str, Any]:
-        """What is predicted of a text, or of what the task reads in its place."""
+        """What is predicted of a text, or of what the task reads in its place. `say` is given a
+        summary word by word, while it is written."""
         asked = {"question": question, "choices": choices}
         given = {"text": text} | {k: v for k, v in asked.items() if v is not None}
         columns = self.recipe.data.columns
@@ -61,11 +66,17 @@ class Pipeline:
         if missing:
             raise ValueError(f"{self.recipe.task} needs {' and '.join(missing)}")
         values = {columns.get(name, name): value for name, value in given.items()}
-        return self.rows([Row("the input", values)])[0]
+        return self.rows([Row("the input", values)], say)[0]
 
-    def rows(self, rows: list[Row]) -> list[dict[str, Any]]:
+    def rows(
+        self, rows: list[Row], say: Callable[[str], object] | None = None
+    ) -> list[dict[str, Any]]:
+        """What is predicted of each row; texts are given to `say` while they are written."""
+        if say is not None and self.recipe.task != "summarize":
+            raise ValueError(f"{self.recipe.task} writes no texts that could be followed")
+        told = {} if say is None else {"say": say}
         with half(self.recipe, self.model):
-            return self.task.predict(self.model, rows)
+            return self.task.predict(self.model, rows, **told)
 
 
 def pipeline(run: str | Path, *, which: str = "best", too_long: TooLong | None = None) -> Pipeline:
@@ -97,11 +108,13 @@ def predict_file(
     resume: bool = False,
     batch: int = 8,
     progress: Callable[[int], object] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> int:
     """Predictions for every row of a table, as JSON lines in its order; returns how many.
 
     Each line has the row's number from 0, its id if it has one, and what was predicted. Rows are
-    read as they are needed. A file that a kill cut short is gone on with by `resume`.
+    read as they are needed. A file that a kill cut short is gone on with by `resume`. `say` is
+    given the texts that are written, word by word.
     """
     done = _done(output, resume)
     rows = (one for row in read_rows(source) for one in use.task.unfold(row))
@@ -114,7 +127,7 @@ def predict_file(
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf8") as file:
         while group := list(islice(rows, batch)):
-            for row, found in zip(group, use.rows(group), strict=True):
+            for row, found in zip(group, use.rows(group, say), strict=True):
                 known = {"id": row.values[name]} if row.values.get(name) is not None else {}
                 line = {"row": done, **known, **found}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -121,6 +121,31 @@ def build_model(
     return model
 
 
+def build_new(
+    start: Start,
+    attention: Any,
+    head: type[LongspanPreTrainedModel],
+    tokenizer: Any,
+    **settings: Any,
+) -> Any:
+    """A model of the class `head` that knows nothing yet, as `start.new` has it."""
+    assert start.new is not None
+    offset = start.new.config.get("position_offset", LongspanConfig.position_offset)
+    config = LongspanConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=start.length + offset,
+        attention=start.new.setting(attention),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=None,
+        sep_token_id=None,
+        global_preset=start.global_tokens,
+        **{**({"classifier_pooling": start.pooling} if start.pooling else {}), **start.new.config},
+        **settings,
+    )
+    return head(config)
+
+
 def build_writer(
     start: Start, tokenizer: Any, ends: Sequence[int], longest: int, **settings: Any
 ) -> Any:

@@ -6,14 +6,14 @@ first token is.
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel, TextStreamer
 
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
@@ -34,6 +34,7 @@ from longspan.train.task import Goal, Loss
 
 MEASURES = (*ROUGE, "loss")
 _IGNORED = -100
+_SHORTEST = 512  # of the lengths that are compiled for
 
 
 class Document(NamedTuple):
@@ -45,6 +46,17 @@ class Example(NamedTuple):
     document: Document
     target: np.ndarray  # special tokens included
     summary: str
+
+
+class Teller(TextStreamer):
+    """Gives each piece of a text that is being generated to `say`, and a line break at its end."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.say = say
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.say(text + "\n" if stream_end else text)
 
 
 class Summarizer:
@@ -92,14 +104,22 @@ class Summarizer:
         return batch
 
     @torch.no_grad()
-    def write(self, model: Any, documents: Sequence[Document]) -> list[str]:
-        """A text about each, by beam search."""
+    def write(
+        self, model: Any, documents: Sequence[Document], say: Callable[[str], object] | None = None
+    ) -> list[str]:
+        """A text about each, by beam search. `say` is given the words of a single one as they
+        come, which are the likeliest each time: beams know only at the end which of them wins."""
         batch = {name: tensor.to(model.device) for name, tensor in self.collate(documents).items()}
         writing = self.recipe.writing
+        how: dict[str, Any] = {
+            "num_beams": writing.beams,
+            "length_penalty": writing.length_penalty,
+        }
+        if say is not None:
+            how = {"num_beams": 1, "streamer": Teller(self.tokenizer, say)}
         made = model.generate(
             **batch,
-            num_beams=writing.beams,
-            length_penalty=writing.length_penalty,
+            **how,
             no_repeat_ngram_size=writing.no_repeat,
             max_new_tokens=writing.longest,
             min_length=0,
@@ -107,8 +127,11 @@ class Summarizer:
         )
         return [one.strip() for one in self.tokenizer.batch_decode(made, skip_special_tokens=True)]
 
-    def predict(self, model: Any, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """For each row what was written, and how many of its tokens were not read, if any."""
+    def predict(
+        self, model: Any, rows: Sequence[Row], say: Callable[[str], object] | None = None
+    ) -> list[dict[str, Any]]:
+        """For each row what was written, and how many of its tokens were not read, if any; words
+        are given to `say`, as they come, of one text after the other."""
         columns = self.recipe.data.columns
         texts = token_ids(self.tokenizer, [read_text(row, columns) for row in rows])
         asked = token_ids(self.tokenizer, [read_question(row, columns) for row in rows])
@@ -121,7 +144,8 @@ class Summarizer:
                     "--too-long head it reads the beginning only"
                 )
         wanted = [one for one in documents if len(one.ids)]
-        written = iter(self.write(model, wanted) if wanted else ())
+        groups = [wanted] if say is None and wanted else [[one] for one in wanted]
+        written = iter([text for own in groups for text in self.write(model, own, say)])
         found = []
         for one in documents:
             if not len(one.ids):
@@ -213,11 +237,25 @@ class Summarize(Summarizer, ExampleTask):
 
     def _batch(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         targets = [one.target[: self.recipe.writing.longest] for one in examples]
-        labels = np.full((len(targets), max(map(len, targets))), _IGNORED)
+        compiled = self.recipe.compile != "no"
+        most = self.recipe.writing.longest if compiled else max(map(len, targets))
+        labels = np.full((len(targets), most), _IGNORED)
         for row, own in enumerate(targets):
             labels[row, : len(own)] = own
         batch = self.collate([one.document for one in examples])
+        if compiled:
+            batch = self._round_up(batch)
         return batch | {"labels": torch.from_numpy(labels)}
+
+    def _round_up(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """More padding, up to one of a few lengths: each that occurs is compiled for."""
+        tokens = batch["input_ids"].shape[1]
+        room = min(max(_SHORTEST, 1 << (tokens - 1).bit_length()), self.recipe.model.length)
+        fill = {"input_ids": self.tokenizer.pad_token_id}
+        return {
+            name: pad(tensor, (0, room - tokens), value=fill.get(name, 0))
+            for name, tensor in batch.items()
+        }
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], state: Any) -> Loss:
         total = model(**batch).loss
@@ -239,9 +277,8 @@ class Summarize(Summarizer, ExampleTask):
         if self.rouge is None:
             return found
         right = [one.summary for one in examples]
-        lead = int(statistics.median(len(one.target) for one in self.examples.train))
-        first = [self.tokenizer.decode(one.document.ids[:lead]) for one in examples]
-        for prefix, texts in (("", self._written(model, examples)), ("lead_", first)):
+        written = ("", self.texts(model, examples)), ("lead_", self.leads(examples))
+        for prefix, texts in written:
             means = self.rouge(right, texts).mean(axis=0)
             found |= {prefix + n: float(value) for n, value in zip(ROUGE, means, strict=True)}
         return found
@@ -251,12 +288,18 @@ class Summarize(Summarizer, ExampleTask):
             raise ValueError("measure=loss is not one of single examples; choose a ROUGE")
         model.eval()
         examples: list[Example] = getattr(self.examples, split)
-        return self.rouge([one.summary for one in examples], self._written(model, examples))
+        return self.rouge([one.summary for one in examples], self.texts(model, examples))
 
     def mark(self, sheet: np.ndarray) -> float:
         return float(sheet[:, ROUGE.index(self.recipe.measure)].mean())
 
-    def _written(self, model: Any, examples: Sequence[Example]) -> list[str]:
+    def leads(self, examples: Sequence[Example]) -> list[str]:
+        """The beginning of each document, as long as summaries are."""
+        lead = int(statistics.median(len(one.target) for one in self.examples.train))
+        return [self.tokenizer.decode(one.document.ids[:lead]) for one in examples]
+
+    def texts(self, model: Any, examples: Sequence[Example]) -> list[str]:
+        """What the model writes about each document."""
         groups = self._groups(examples)
         return [
             one

@@ -2,12 +2,37 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from longspan.data.examples import Examples
 from longspan.train.recipe import Optimizer, Phase, Plan
 
 TooLong = Literal["refuse", "split", "head"]
+
+
+@dataclass(frozen=True)
+class New:
+    """A model that starts from nothing, where there is no checkpoint.
+
+    Args:
+        vocabulary: "bytes" of the text, or the symbols of "listops".
+        config: settings of `LongspanConfig`; attention, vocabulary and length come from elsewhere.
+        kinds: what is meant by a kind of attention, or by a name of your own, beside the defaults
+            of its options: {"linformer": {"rank": 256}, "dense": {"kind": "window", ...}}.
+    """
+
+    vocabulary: Literal["bytes", "listops"]
+    config: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, Any] = field(default_factory=dict)
+
+    def setting(self, attention: Any) -> Any:
+        """What `LongspanConfig.attention` takes, for a name, a setting, or one of either per
+        layer."""
+        if isinstance(attention, list | tuple):
+            return [self.setting(one) for one in attention]
+        given = {"kind": attention} if isinstance(attention, str) else dict(attention or {})
+        kind = given.pop("kind", "window")
+        return {"kind": kind, **self.kinds.get(kind, {}), **given}
 
 
 @dataclass(frozen=True)
@@ -25,6 +50,7 @@ class Start:
             it has, or "random", to see what copying is worth.
         freeze: which weights stay as they are: "nothing"; "all-but-head": the encoder; or
             "all-but-positions": everything but the positions that the checkpoint lacks.
+        new: a model to begin with in place of a source, for classification.
     """
 
     source: str | None = None
@@ -34,6 +60,7 @@ class Start:
     pooling: Literal["first", "mean"] | None = None
     positions: Literal["copied", "random"] = "copied"
     freeze: Literal["nothing", "all-but-head", "all-but-positions"] = "nothing"
+    new: New | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +183,8 @@ class Finetuning(Plan):
             best of given answers. "multihop": answers with their evidence, over several paragraphs.
             "coref": who and what a document speaks of, and where. "mlm": tokens hidden in
             documents. "summarize": texts about documents.
+        attention: of the layers of a new model: a kind ("performer"), its setting ({"kind":
+            "performer", "features": 64}), or one per layer.
         epochs: passes over the training examples.
         updates: of the weights; 0 = as many as the epochs take.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
@@ -177,6 +206,7 @@ class Finetuning(Plan):
     task: Literal["classify", "spans", "choice", "multihop", "coref", "mlm", "summarize"]
     measure: str
     model: Start = Start()
+    attention: Any = None
     data: Examples = field(default_factory=Examples)
     answers: Answers = Answers()
     mentions: Mentions = Mentions()
@@ -229,6 +259,16 @@ def check(recipe: Finetuning) -> None:
         raise ValueError(f"writing.smoothing={recipe.writing.smoothing} must be in [0, 1)")
     if recipe.evaluation.batch < 1:
         raise ValueError(f"evaluation.batch={recipe.evaluation.batch} must be at least 1")
+    if recipe.model.new is not None and recipe.model.source is not None:
+        raise ValueError(
+            f"model.source={recipe.model.source}: {recipe.name} starts from nothing; "
+            "`longspan train classify` starts from a checkpoint"
+        )
+    if recipe.attention is not None and recipe.model.new is None:
+        raise ValueError(
+            f"attention={recipe.attention!r} is for a model that starts from nothing, as those of "
+            "lra-listops and lra-text; a checkpoint has its own"
+        )
     decay = recipe.optimizer.weight_decay
     if recipe.model.freeze == "all-but-positions" and decay > 0:
         raise ValueError(

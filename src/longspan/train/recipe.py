@@ -41,7 +41,7 @@ class Optimizer:
         muon_scale: Muon's learning rate, as a multiple of the phase's.
         head_scale: the learning rate of what is new on top of an encoder, as such a multiple.
         clip: the largest norm of the gradient; 0 = any.
-        schedule: what follows warm-up.
+        schedule: what follows warm-up; "rsqrt" falls with the root of the steps done.
         over: whether "cosine", "linear" and "polynomial" run their course within each phase, or
             over all.
         final: the fraction of the learning rate at which they end.
@@ -55,7 +55,7 @@ class Optimizer:
     muon_scale: float = 1.0
     head_scale: float = 1.0
     clip: float = 0.25
-    schedule: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
+    schedule: Literal["constant", "cosine", "linear", "polynomial", "rsqrt"] = "constant"
     over: Literal["phase", "run"] = "phase"
     final: float = 0.0
     power: float = 3.0
@@ -177,16 +177,24 @@ def parse(settings: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+_OPEN = (
+    *(["model"], ["evaluation", "attention"], ["data", "columns"]),
+    *(["attention"], ["model", "new", "config"], ["model", "new", "kinds"]),
+)
+
+
 def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     """A recipe with some values replaced, e.g. {"phases.0.steps": 10, "model.hidden_size": 64}."""
     values = recipe.to_dict()
     for key, value in settings.items():
         *path, last = key.split(".")
         inside: Any = values
+        if path == ["attention"] and isinstance(values.get("attention"), str):
+            values["attention"] = {"kind": values["attention"]}  # which now gets an option
         for depth, name in enumerate(path):
             inside = inside[_place(inside, name, ".".join(path[: depth + 1]))]
         # Model settings and evaluation.attention are open: what is not given has a default.
-        is_open = path in (["model"], ["evaluation", "attention"], ["data", "columns"])
+        is_open = path in _OPEN and isinstance(inside, dict)
         inside[last if is_open else _place(inside, last, key)] = value
     return from_dict(values, type(recipe))
 

@@ -15,6 +15,8 @@ def learning_rate(recipe: Plan, step: float) -> float:
         return phase.learning_rate * min(1.0, (inside + 1) / phase.warmup)
     if optimizer.schedule == "constant":
         return phase.learning_rate
+    if optimizer.schedule == "rsqrt":
+        return phase.learning_rate * (max(1, phase.warmup) / (inside + 1)) ** 0.5
     if optimizer.over == "run":
         first = recipe.phases[0].warmup
         done = (step + 1 - first) / max(1, recipe.steps - first)

@@ -62,8 +62,23 @@ def test_cpu_claims() -> None:
     made = claims(results)
     blocked = [claim.met for claim in made if "`blocked`" in claim.text]
     assert blocked == [True, False, True, True]
-    native = [claim.met for claim in made if "`native`" in claim.text]
-    assert native == [True, False, False, False, True, None]
+    results.add(Point(replace(case, threads=2), "longspan-layer", "forward", ms=4, mib=1))
+    made = claims(results)
+    native = [claim.met for claim in made if "`native`, layer, n=4,096, float32" in claim.text]
+    assert native == [True, False, False, False, True, None, False, None]
+
+
+def test_one_run_on_a_cpu_judges_every_target() -> None:
+    def point(case: AttentionCase, name: str, kind: Pass) -> Point:
+        return Point(case, name, kind, ms=1.0 / (case.threads or 1), mib=1.0)
+
+    made = claims(make_results("attention", "cpu", point))
+    assert all(claim.measured is not None for claim in made)
+    for n, dtype in (("4,096", "float32"), ("16,384", "float32"), ("4,096", "bfloat16")):
+        claim = pick(made, f"n={n}, {dtype}, forward: two threads")
+        assert claim.measured == 2.0
+        assert claim.met
+    assert pick(made, "`native`", "n=16,384, bfloat16, forward:", "speed-up").target == 4.8
 
 
 def test_figures_with_and_without_sweeps(tmp_path: Path) -> None:

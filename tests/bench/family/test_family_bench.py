@@ -1,4 +1,5 @@
-"""The benchmark of the family: every mechanism is there, runs, and is judged by its growth."""
+"""The benchmark of the family: every mechanism is there, runs, and is judged by its growth, and
+beside others; and those that approximate softmax attention come close to it."""
 
 import pickle
 from dataclasses import replace
@@ -7,14 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.made_up import make_results
+from bench.made_up import make_results, pick
 from rich.console import Console
 
-from longspan.bench.benchmark import PASSES, Pass, Point
-from longspan.bench.family.cases import DECODERS, ENCODERS, FamilyCase
+from longspan.bench.benchmark import PASSES, Contender, Pass, Point, find
+from longspan.bench.family.cases import (
+    DECODER_RIVALS,
+    DECODERS,
+    ENCODER_RIVALS,
+    ENCODERS,
+    FamilyCase,
+)
 from longspan.bench.family.claims import claims
 from longspan.bench.family.contenders import CONTENDERS
+from longspan.bench.family.errors import APPROXIMATE, measure_errors, relative_error
 from longspan.bench.family.figure import draw
+from longspan.bench.family.rivals import RIVALS
 from longspan.bench.report import show
 from longspan.bench.store import Results
 from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
@@ -25,7 +34,9 @@ CASE = FamilyCase(tokens=40, hidden=32, heads=2, reach=16, dtype="float32")
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_every_contender_runs(name: str, kind: Pass) -> None:
-    case = replace(CASE, causal=name in DECODERS)
+    if not CONTENDERS[name].installed:
+        pytest.skip(f"{CONTENDERS[name].package} is not installed")
+    case = replace(CASE, tokens=64 if name in RIVALS else 40, causal=name in DECODERS)
     workload = CONTENDERS[name].build(case, torch.device("cpu"))
     workload.ready(kind)()
     if kind == "forward+backward":
@@ -43,6 +54,19 @@ def test_no_mechanism_is_left_out() -> None:
     spoken = " ".join(DECODERS).replace("-", "_")
     missing = [kind for kind in CAUSAL_ATTENTION if kind not in spoken]
     assert missing == ["full", "xl", "compressive"]  # dense; and those of bench lm's studies
+    assert {*ENCODER_RIVALS, *DECODER_RIVALS} == set(RIVALS)
+
+
+def test_what_is_not_installed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = replace(CONTENDERS["transformers-bigbird"], package="no_such_package")
+    assert not absent.installed
+    assert Contender("a", "a", absent.build).installed
+    monkeypatch.setitem(CONTENDERS, "transformers-bigbird", absent)
+    jobs = find("family").jobs(device="cpu", dtype="float32")
+    named = {name for job in jobs for name in job.contenders}
+    assert "bigbird" in named
+    assert "transformers-reformer" in named
+    assert "transformers-bigbird" not in named
 
 
 def made_up(power: float) -> Results:
@@ -54,18 +78,53 @@ def made_up(power: float) -> Results:
 
 @pytest.mark.parametrize(("power", "met"), [(1.0, {True}), (2.0, {False})])
 def test_growth_is_judged(power: float, met: set[bool]) -> None:
-    assert {claim.met for claim in claims(made_up(power))} == met
+    judged = [claim for claim in claims(made_up(power)) if not claim.text.startswith("our")]
+    assert {claim.met for claim in judged} == met
+
+
+def test_the_worst_length_beside_a_rival_counts() -> None:
+    def point(case: FamilyCase, name: str, kind: Pass) -> Point:
+        slow = name == "bigbird" and case.tokens == 4096
+        return Point(case, name, kind, ms=1.5 if slow else 1.0, mib=1.0)
+
+    made = claims(make_results("family", "cuda", point))
+    worst = pick(made, "our BigBird", "transformers BigBird", "backward")
+    assert worst.measured == 1.5
+    assert "4,096 tokens" in worst.text
+    assert not worst.met
+
+
+def test_errors_vanish_where_nothing_is_left_out() -> None:
+    """A window over all, a key for each token: that is softmax attention itself."""
+    for name in ("window", "linformer"):
+        budget = 128 if name == "window" else 64
+        assert relative_error(APPROXIMATE[name](budget, 64), 64, 0.0, 0) < 1e-12
+    few, many = (relative_error(APPROXIMATE["performer"](m, 64), 64, 0.97, 0) for m in (8, 4096))
+    assert many < few / 3
+
+
+def test_errors_by_budget() -> None:
+    found = measure_errors(quick=True)["errors"]
+    assert {one["mechanism"] for one in found} == set(APPROXIMATE)
+    assert set(APPROXIMATE) <= set(CONTENDERS)
+    for name in ("window", "linformer", "bigbird"):
+        own = [e["error"] for e in found if (e["mechanism"], e["documents"]) == (name, "unrelated")]
+        assert len(own) == 5
+        assert own[-1] < own[0]
 
 
 def test_tables_and_figure(tmp_path: Path) -> None:
     results = made_up(1.0)
+    results.header |= measure_errors(quick=True)
     console = Console(width=160, file=StringIO())
     show(results, console)
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert "Encoder layer, forward + backward" in text
     assert "BigBird" in text
+    assert "Error against softmax attention, 256 alike tokens" in " ".join(text.split())
+    assert "transformers BigBird" in text
     assert [path.name for path in draw(results, tmp_path / "family")] == [
-        "family.png",
-        "family.svg",
+        *("family.png", "family.svg"),
+        *("family-errors.png", "family-errors.svg"),
     ]

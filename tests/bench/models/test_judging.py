@@ -52,6 +52,8 @@ def test_cuda_claims() -> None:
 def test_cpu_claims() -> None:
     made = claims(steady_results("cpu"))
     assert pick(made, "speed-up over transformers Longformer").measured == pytest.approx(10.0)
+    assert pick(made, "speed-up of bfloat16").measured == pytest.approx(0.1)
+    assert pick(made, "speed-up of int8").met is False
 
 
 def test_an_uneven_batch_is_judged_by_its_tokens() -> None:

@@ -8,6 +8,9 @@ from longspan.bench.benchmark import Case, Job
 
 Level = Literal["op", "layer"]
 
+# The lengths for which targets on a CPU are set.
+TARGETED = (4096, 16_384)
+
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
@@ -26,6 +29,7 @@ class AttentionCase(Case):
         extras += [f"window {self.window}"] if self.window != 512 else []
         extras += [f"dilation {self.dilation}"] if self.dilation != 1 else []
         extras += [f"{self.globals} global"] if self.globals else []
+        extras += [f"{self.threads} threads"] if self.threads else []
         return ", ".join([f"n={self.tokens:,}", *extras])
 
     def small(self) -> "AttentionCase":
@@ -65,9 +69,17 @@ def gpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
 
 
 def cpu_suite(dtype: str, lengths: Sequence[int]) -> list[Job]:
-    """Whole layers and the bare op on a CPU, against transformers and dense attention."""
+    """Whole layers and the bare op on a CPU, against transformers and dense attention. What the
+    targets need comes first; they are set for float32 and bfloat16, so a run in the former
+    measures the latter too."""
     layers = [AttentionCase(tokens=n, level="layer", dtype=dtype) for n in lengths]
-    jobs = _jobs(layers, "longspan-layer", "longformer-layer", "sdpa-layer")
+    jobs = []
+    for kind in ("float32", "bfloat16") if dtype == "float32" else (dtype,):
+        wanted = [replace(case, dtype=kind) for case in layers if case.tokens in TARGETED]
+        with_globals = [replace(case, globals=16) for case in wanted]
+        jobs += _jobs([*wanted, *with_globals], "longspan-layer", "longformer-layer")
+        jobs += _jobs((replace(case, threads=2) for case in wanted), "longspan-layer")
+    jobs += _jobs(layers, "longspan-layer", "longformer-layer", "sdpa-layer")
     jobs += _jobs(layers[:1], "longspan-blocked-layer")
     with_globals = [replace(case, globals=16) for case in layers if case.tokens <= 4096]
     jobs += _jobs(with_globals, "longspan-layer", "longformer-layer")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
-from longspan.bench.attention.cases import AttentionCase
+from longspan.bench.attention.cases import TARGETED, AttentionCase
 from longspan.bench.benchmark import PASSES, Claim, Pass, ratio
 from longspan.bench.store import Results
 
@@ -67,34 +67,54 @@ def _cuda(results: Results) -> Iterator[Claim]:
         )
 
 
+# Of a layer over transformers', forward and forward+backward, by dtype.
+_BLOCKED = {"float32": (2.8, 3.0)}
+_NATIVE = {"float32": (3.6, 4.4), "bfloat16": (4.8, 4.6)}
+
+
 def _cpu(results: Results) -> Iterator[Claim]:
     if results.header["settings"]["threads"] != 1:
         return  # the targets are for one thread
-    case = AttentionCase(tokens=4096, level="layer", dtype="float32")
-    wanted = {
-        "longspan-blocked-layer": ("`blocked`", (2.8, 3.0), 0.4),
-        "longspan-layer": ("`native`", (3.6, 4.4), 0.15),
-    }
-    for ours, (name, targets, most) in wanted.items():
-        for kind, target in zip(PASSES, targets, strict=True):
-            yield Claim(
-                f"{name}, layer, n=4,096, {kind}: speed-up over transformers Longformer",
-                target,
-                results.speedup(case, ours, "longformer-layer", kind),
-            )
+    short = AttentionCase(tokens=4096, level="layer", dtype="float32")
+    yield from _over_longformer(results, short, "longspan-blocked-layer", _BLOCKED, 0.4)
+    for dtype, n in product(_NATIVE, TARGETED):
+        case = replace(short, dtype=dtype, tokens=n)
+        yield from _over_longformer(results, case, "longspan-layer", _NATIVE, 0.15)
+        what = f"`native`, layer, n={n:,}, {dtype}"
         for kind in PASSES:
-            memory = ratio(
-                results.value(case, ours, kind, "mib"),
-                results.value(case, "longformer-layer", kind, "mib"),
-            )
-            text = f"{name}, layer, n=4,096, {kind}: peak memory over transformers Longformer's"
-            yield Claim(text, most, memory, at_least=False)
-    for kind in PASSES:
-        plain, more = (
-            results.value(replace(case, globals=count), "longspan-layer", kind) for count in (0, 16)
+            ours = results.value(case, "longspan-layer", kind)
+            more = results.value(replace(case, globals=16), "longspan-layer", kind)
+            text = f"{what}, {kind}: 16 global tokens over none"
+            yield Claim(text, 1.2, ratio(more, ours), at_least=False)
+        for kind in PASSES:
+            ours = results.value(case, "longspan-layer", kind)
+            both = results.value(replace(case, threads=2), "longspan-layer", kind)
+            yield Claim(f"{what}, {kind}: two threads over one", 1.8, ratio(ours, both))
+
+
+def _over_longformer(
+    results: Results,
+    case: AttentionCase,
+    ours: str,
+    targets: dict[str, tuple[float, float]],
+    most: float,
+) -> Iterator[Claim]:
+    """Time and memory of one of our layers against transformers' own."""
+    name = "`blocked`" if "blocked" in ours else "`native`"
+    what = f"{name}, layer, n={case.tokens:,}, {case.dtype}"
+    for kind, target in zip(PASSES, targets[case.dtype], strict=True):
+        yield Claim(
+            f"{what}, {kind}: speed-up over transformers Longformer",
+            target,
+            results.speedup(case, ours, "longformer-layer", kind),
         )
-        text = f"`native`, layer, n=4,096, {kind}: 16 global tokens over none"
-        yield Claim(text, 1.2, ratio(more, plain), at_least=False)
+    for kind in PASSES:
+        memory = ratio(
+            results.value(case, ours, kind, "mib"),
+            results.value(case, "longformer-layer", kind, "mib"),
+        )
+        text = f"{what}, {kind}: peak memory over transformers Longformer's"
+        yield Claim(text, most, memory, at_least=False)
 
 
 def _worst(

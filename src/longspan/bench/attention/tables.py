@@ -1,6 +1,7 @@
 """Milliseconds and MiB of attention, as tables for a terminal."""
 
 from collections.abc import Iterator
+from itertools import product
 
 from rich.table import Table
 
@@ -18,17 +19,19 @@ _TITLES = {
 
 
 def tables(results: Results) -> Iterator[Table]:
-    for level in ("layer", "op"):
+    dtypes = dict.fromkeys(case.dtype for case, _, _ in results.points)
+    for level, dtype in product(("layer", "op"), dtypes):
+        found = {c for c, _, _ in results.points if (c.level, c.dtype) == (level, dtype)}
         cases = sorted(
-            {case for case, _, _ in results.points if case.level == level},
-            key=lambda c: (c.dilation, c.globals, c.head_dim, c.window, c.tokens),
+            found,
+            key=lambda c: (c.threads or 0, c.dilation, c.globals, c.head_dim, c.window, c.tokens),
         )
         if cases:
-            yield _table(level, cases, results)
+            yield _table(f"{_TITLES[level]}, {dtype}", cases, results)
 
 
-def _table(level: str, cases: list[AttentionCase], results: Results) -> Table:
-    table = make_table(_TITLES[level])
+def _table(title: str, cases: list[AttentionCase], results: Results) -> Table:
+    table = make_table(title)
     table.add_column("case")
     table.add_column("contender")
     for kind in ("fwd", "fwd+bwd"):

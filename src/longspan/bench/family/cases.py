@@ -36,6 +36,12 @@ DECODERS = (
 )
 # Those that are of the order n * sqrt(n), as published.
 ROOT = ("sparse-strided", "sparse-fixed", "routing", "causal-routing")
+# Public implementations, see `rivals`; measured where they are installed.
+ENCODER_RIVALS = (
+    *("performer-pytorch", "linformer-package", "transformers-bigbird"),
+    *("reformer-pytorch", "transformers-reformer", "routing-transformer"),
+)
+DECODER_RIVALS = ("causal-performer-pytorch",)
 
 
 def suite(
@@ -55,5 +61,8 @@ def suite(
         Job(replace(base, tokens=n, causal=causal), contenders)
         for n in known
         if lengths is None or n in lengths
-        for causal, contenders in ((False, ENCODERS), (True, DECODERS))
+        for causal, contenders in (
+            (False, ENCODERS + ENCODER_RIVALS),
+            (True, DECODERS + DECODER_RIVALS),
+        )
     ]

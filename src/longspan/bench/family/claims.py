@@ -1,16 +1,42 @@
-"""The target of the family, judged from a results file alone: none of it is quadratic."""
+"""The targets of the family, judged from a results file alone: none of it is quadratic, and none
+much slower than the best public implementation."""
 
-from longspan.bench.benchmark import Claim, ratio
+from collections.abc import Iterator
+
+from longspan.bench.benchmark import PASSES, Claim, ratio
 from longspan.bench.family.cases import DECODERS, ENCODERS, ROOT
 from longspan.bench.family.contenders import CONTENDERS
+from longspan.bench.family.rivals import RIVALS
 from longspan.bench.store import Results
 
 # How much longer a step may take when a document gets four times as long: linear is 4, n * sqrt(n)
 # 8, quadratic 16.
 _LINEAR, _ROOT = 5.0, 10.0
+_RIVAL = 1.2  # of a rival's time
 
 
 def claims(results: Results) -> list[Claim]:
+    return [*_growth(results), *_against_rivals(results)]
+
+
+def _against_rivals(results: Results) -> Iterator[Claim]:
+    """For every rival, the length at which it compares best."""
+    for name, rival in RIVALS.items():
+        for kind in PASSES:
+            found = [
+                (share, case.tokens)
+                for case in {case for case, _, _ in results.points}
+                if (share := results.speedup(case, name, rival.ours, kind)) is not None
+            ]
+            if found:
+                worst, tokens = max(found)
+                ours = "causal " if rival.ours in DECODERS else ""
+                ours += CONTENDERS[rival.ours].label
+                text = f"our {ours}: time over that of {rival.label}, {kind}, {tokens:,} tokens"
+                yield Claim(text, _RIVAL, worst, at_least=False)
+
+
+def _growth(results: Results) -> list[Claim]:
     """For every mechanism, from the longest document but one to the longest."""
     made = []
     for causal, names in ((False, ENCODERS), (True, DECODERS)):

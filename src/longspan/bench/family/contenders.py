@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.benchmark import Contenders, Workload
 from longspan.bench.family.cases import DECODERS, FamilyCase
+from longspan.bench.family.rivals import RIVALS, ROUNDS
+from longspan.layers.causal import Attended
 from longspan.layers.registry import build_attention, build_causal_attention
 
 
@@ -21,6 +23,18 @@ class Mechanism(NamedTuple):
 
 def _root(case: FamilyCase) -> int:
     return round(case.tokens**0.5)
+
+
+def _reformer(case: FamilyCase) -> dict[str, Any]:
+    """In every round a chunk and the one before it, as the rivals have it."""
+    chunk = case.reach // 8
+    buckets = min(256, 2 * max(1, case.tokens // chunk))
+    return {"kind": "reformer", "chunk": chunk, "rounds": ROUNDS, "buckets": buckets}
+
+
+def _routing(case: FamilyCase) -> dict[str, Any]:
+    size = case.reach // 2
+    return {"kind": "routing", "clusters": max(1, case.tokens // size), "size": size}
 
 
 # What is computed again in the backward pass asks for the generator's state, random blocks are
@@ -49,17 +63,8 @@ MECHANISMS = {
         lambda c: {"kind": "clusterformer", "chunk": c.reach, "bank": 64, "every": 1},
         waits=True,
     ),
-    # A chunk and the one before it, in each of two rounds.
-    "reformer": Mechanism(
-        "Reformer",
-        lambda c: {"kind": "reformer", "chunk": c.reach // 4, "rounds": 2},
-        waits=True,
-    ),
-    "routing": Mechanism(
-        "Routing",
-        lambda c: {"kind": "routing", "clusters": _root(c), "size": _root(c)},
-        waits=True,
-    ),
+    "reformer": Mechanism("Reformer", _reformer, waits=True),
+    "routing": Mechanism("Routing", _routing, waits=True),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(
@@ -74,7 +79,7 @@ MECHANISMS = {
             "kind": "sparse",
             "stride": _root(c),
             "pattern": "fixed",
-            "summary": max(1, _root(c) // 8),
+            "summary": max(1, c.reach // 64),  # constant: a share of the stride would be n^2
         },
         waits=True,
     ),
@@ -85,14 +90,10 @@ MECHANISMS = {
     ),
     "causal-reformer": Mechanism(
         "Reformer",
-        lambda c: {"kind": "reformer", "reach": c.reach // 2, "rounds": 2},
+        lambda c: {"kind": "reformer", "reach": c.reach // 4, "rounds": ROUNDS},
         waits=True,
     ),
-    "causal-routing": Mechanism(
-        "Routing",
-        lambda c: {"kind": "routing", "clusters": _root(c), "size": _root(c)},
-        waits=True,
-    ),
+    "causal-routing": Mechanism("Routing", _routing, waits=True),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
 }
 
@@ -113,27 +114,39 @@ class Dense(nn.Module):
 
 def _build(name: str, case: FamilyCase, device: torch.device) -> Workload:
     torch.manual_seed(0)
-    dtype = getattr(torch, case.dtype)
-    causal, setting = name in DECODERS, MECHANISMS[name].setting(case)
+    setting = MECHANISMS[name].setting(case)
     if not setting:
         layer: nn.Module = Dense(case.hidden, case.heads)
     else:
-        make = build_causal_attention if causal else build_attention
+        make = build_causal_attention if name in DECODERS else build_attention
         layer = make(case.hidden, case.heads, setting)
+    return _workload(layer, case, device, MECHANISMS[name].waits)
+
+
+def _build_rival(name: str, case: FamilyCase, device: torch.device) -> Workload:
+    torch.manual_seed(0)
+    return _workload(RIVALS[name].make(case), case, device, waits=True)
+
+
+def _workload(layer: nn.Module, case: FamilyCase, device: torch.device, waits: bool) -> Workload:
+    dtype = getattr(torch, case.dtype)
     layer = layer.to(device, dtype).eval()
     hidden = torch.randn(case.batch, case.tokens, case.hidden, device=device, dtype=dtype)
 
     def forward() -> Tensor:
         done = layer(hidden)
-        return done.out if causal else done  # decoders' layers return their state beside it
+        # Decoders' layers return their state beside it.
+        return done.out if isinstance(done, Attended) else done
 
     weights = list(layer.parameters())
     resident = sum(weight.numel() * weight.element_size() for weight in weights)
     output = torch.empty_like(hidden)
-    return Workload(forward, [hidden, *weights], output, resident, MECHANISMS[name].waits)
+    return Workload(forward, [hidden, *weights], output, resident, waits)
 
 
 CONTENDERS = Contenders()
 for _name, _mechanism in MECHANISMS.items():
     # A partial, as it travels to the process that measures memory.
     CONTENDERS.register(_name, _mechanism.label)(partial(_build, _name))
+for _name, _rival in RIVALS.items():
+    CONTENDERS.register(_name, _rival.label, package=_rival.package)(partial(_build_rival, _name))

@@ -1,4 +1,4 @@
-"""The figure of the family, drawn from a results file alone."""
+"""The figures of the family, drawn from a results file alone."""
 
 from pathlib import Path
 
@@ -33,7 +33,40 @@ KIND = "forward+backward"
 def draw(results: Results, stem: Path) -> list[Path]:
     """Draw what there is data for; `stem` is the path without its ending."""
     with drawing.look():
-        return drawing.save({"": _figure(results)}, stem)
+        return drawing.save({"": _figure(results), "-errors": _errors(results)}, stem)
+
+
+def _errors(results: Results) -> Figure | None:
+    """How far mechanisms are from softmax attention, by what they may look at."""
+    found = results.header.get("errors", [])
+    kinds = list(dict.fromkeys(one["documents"] for one in found))
+    if not kinds:
+        return None
+    figure = Figure(figsize=(9.6, 3.2))
+    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    all_ends = []
+    for axes, documents in zip(panels, kinds, strict=True):
+        own = [one for one in found if one["documents"] == documents]
+        axes.set_yscale("log")
+        ends = []
+        for name in dict.fromkeys(one["mechanism"] for one in own):
+            line = sorted((one["budget"], one["error"]) for one in own if one["mechanism"] == name)
+            label = CONTENDERS[name].label
+            end = drawing.plot_line(axes, line, [], COLOURS[label])
+            ends.append(drawing.name_end(end, label, COLOURS[label]))
+        all_ends.append(ends)
+        axes.set(
+            title=f"Error against softmax: {own[0]['tokens']:,} {documents} tokens",
+            xlabel="keys or features per token",
+        )
+        drawing.length_axis(axes, sorted({one["budget"] for one in own}))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0%}"))
+    figure.tight_layout(w_pad=3.0)
+    for axes, ends in zip(panels, all_ends, strict=True):
+        label_ends(axes, ends)
+    return figure
 
 
 def _figure(results: Results) -> Figure | None:

@@ -93,9 +93,12 @@ def cpu_suite(dtype: str) -> list[Job]:
     base = ModelCase(tokens=4096, dtype=dtype)
     shallow = replace(base, layers=2)
     longformers = ("longspan", "longspan-patch", "longformer")
+    rounded = ("longspan-bfloat16", "longspan-int8") if dtype == "float32" else ()
     return [
         # Those of the target take turns among themselves, so that there is time for more rounds.
         Job(base, longformers, ("forward",)),
+        # By themselves: what else a process has allocated moves the times of transformers' model.
+        Job(base, rounded, ("forward",)),
         Job(
             replace(shallow, tokens=2048, batch=4, shortest=128), ("longspan", "longspan-unpadded")
         ),

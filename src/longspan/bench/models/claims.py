@@ -66,9 +66,15 @@ def _cpu(results: Results) -> Iterator[Claim]:
     case = ModelCase(tokens=4096, dtype="float32")
     yield Claim(
         "4,096 x 1, forward: speed-up over transformers Longformer",
-        2.0,
+        3.0,
         results.speedup(case, "longspan", "longformer", "forward"),
     )
+    for name in ("bfloat16", "int8"):
+        yield Claim(
+            f"4,096 x 1, forward: speed-up of {name} over float32",
+            1.0,
+            results.speedup(case, f"longspan-{name}", "longspan", "forward"),
+        )
 
 
 def _uneven(results: Results) -> Iterator[Claim]:

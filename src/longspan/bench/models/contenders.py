@@ -7,6 +7,7 @@ since one graph then serves all layers.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,8 @@ def _workload(
     case: ModelCase, model: nn.Module, forward: Callable[[], Tensor], *, waits: bool = False
 ) -> Workload:
     weights: list[Tensor] = list(model.parameters())
-    resident = sum(weight.numel() * weight.element_size() for weight in weights)
+    kept = model.state_dict().values()  # int8 weights are no parameters
+    resident = sum(tensor.numel() * tensor.element_size() for tensor in kept)
     shape = (case.batch, case.tokens, case.hidden)
     # Its shape is all that is used of it, so it takes no memory.
     output = weights[0].detach().flatten()[0].expand(shape)
@@ -124,6 +126,20 @@ def _our_workload(case: ModelCase, model: nn.Module, device: torch.device) -> Wo
 @contender("longspan", "longspan")
 def _longspan(case: ModelCase, device: torch.device) -> Workload:
     return _our_workload(case, _ours(case, device), device)
+
+
+@contender("longspan-bfloat16", "longspan, bfloat16", devices=("cpu",))
+def _longspan_bfloat16(case: ModelCase, device: torch.device) -> Workload:
+    """In turns with the same model in float32."""
+    return _longspan(replace(case, dtype="bfloat16"), device)
+
+
+@contender("longspan-int8", "longspan, int8", devices=("cpu",))
+def _longspan_int8(case: ModelCase, device: torch.device) -> Workload:
+    from longspan.models import quantize
+
+    model: Any = _ours(case, device)
+    return _our_workload(case, quantize(model), device)
 
 
 @contender("longspan-lean", "longspan, lean", devices=("cuda",))

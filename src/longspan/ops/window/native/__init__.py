@@ -22,7 +22,7 @@ __all__ = ["DTYPES", "backward", "forward", "lse_row", "put_rows", "targets", "u
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AGAIN = "run `python -m longspan.ops.window.native.build`"
-_SLICE = 1 << 15  # tokens x heads that the backward pass takes at a time in half precision
+_SLICE = 1 << 13  # tokens x heads that the backward pass takes at a time in half precision
 _LONGEST = 1 << 31  # positions are 32-bit numbers in the kernels
 
 

@@ -1,0 +1,138 @@
+"""What a study of Long Range Arena found, beside what was published, from its data alone."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from rich.table import Table
+
+from longspan import machine
+from longspan.analyze.figures import BLUE, GREY, ORANGE
+from longspan.bench.drawing import look, save
+from longspan.bench.labels import End, label_ends
+from longspan.bench.report import make_table
+from longspan.tasks.kinds import Study
+
+CITED = "Tay et al., Long Range Arena, ICLR 2021, Table 1"
+# Accuracy in per cent by kind: its name there, ListOps, Text.
+PUBLISHED = {
+    "dense": ("Transformer", 36.37, 64.27),
+    "window": ("Longformer", 35.63, 62.85),
+    "linformer": ("Linformer", 35.70, 53.94),
+    "performer": ("Performer", 18.01, 65.40),
+    "bigbird": ("BigBird", 36.05, 64.02),
+    "reformer": ("Reformer", 37.27, 56.10),
+    "sparse": ("Sparse Trans.", 17.07, 63.58),
+}
+_COLUMN = {"lra-listops": 1, "lra-text": 2}
+_COLUMNS = (
+    *("attention", "test", "±", "valid", "published", "parameters", "updates", "minutes"),
+    *("tokens/s", "peak MiB"),
+)
+
+
+def describe(result: Study) -> dict[str, Any]:
+    """Everything that tables and figures are made of, as plain values."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        **asdict(result),
+        "published": {k: v[_COLUMN[result.recipe]] for k, v in PUBLISHED.items()},
+        "cited": CITED,
+        "machine": machine.describe(device, torch.get_num_threads()),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+    }
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """The best first; accuracies in per cent, as they were published."""
+    made = []
+    for arm in sorted(found["arms"], key=lambda arm: -arm["test"]):
+        published = found["published"].get(arm["kind"])
+        made.append(
+            [
+                arm["kind"],
+                f"{100 * arm['test']:.2f}",
+                f"{100 * margin(arm['test'], found['examples']):.2f}",
+                f"{100 * arm['valid']:.2f}",
+                "" if published is None else f"{published:.2f}",
+                f"{arm['parameters'] / 1e6:.2f}M",
+                f"{arm['updates']:,}",
+                f"{arm['seconds'] / 60:.1f}",
+                f"{arm['tokens_per_second']:,.0f}",
+                f"{arm['peak_mib']:,.0f}",
+            ]
+        )
+    return made
+
+
+def margin(share: float, examples: int) -> float:
+    """Half the 95% interval that so many examples leave open."""
+    return 1.96 * (share * (1 - share) / examples) ** 0.5
+
+
+def table(found: dict[str, Any]) -> Table:
+    made = make_table(f"{found['recipe']}: {found['measure']}, %")
+    for place, name in enumerate(_COLUMNS):
+        made.add_column(name, justify="right" if place else "left")
+    for row in rows(found):
+        made.add_row(*row)
+    return made
+
+
+def markdown(found: dict[str, Any]) -> str:
+    lines = [_COLUMNS, ("---", *["---:"] * (len(_COLUMNS) - 1)), *rows(found)]
+    made = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    failed = "".join(f"- {kind} failed: {why}\n" for kind, why in found["failed"].items())
+    return (
+        f"{found['recipe']}, {found['measure']} in per cent on {found['examples']:,} test "
+        f"examples, ± 95% of them alone; one seed. Published: {found['cited']}. On "
+        f"{found['machine']}.\n\n{made}" + (f"\n{failed}" if failed else "")
+    )
+
+
+def draw(found: dict[str, Any], stem: Path) -> list[Path]:
+    """Writes PNG and SVG: accuracies beside the published ones, and how they were reached."""
+    with look():
+        figure = Figure(figsize=(10.4, 1.6 + 0.32 * len(found["arms"])))
+        bars, curves = figure.subplots(1, 2)
+        _draw_bars(bars, found)
+        ends = _draw_curves(curves, found)
+        figure.tight_layout(w_pad=2.5)
+        label_ends(curves, ends)
+        return save({"": figure}, stem)
+
+
+def _draw_bars(axes: Axes, found: dict[str, Any]) -> None:
+    arms = sorted(found["arms"], key=lambda arm: -arm["test"])
+    for place, arm in enumerate(arms):
+        published, own = found["published"].get(arm["kind"]), 100 * arm["test"]
+        axes.barh(place, own, height=0.6, color=GREY if arm["kind"] == "dense" else BLUE)
+        wide = 100 * margin(arm["test"], found["examples"])
+        axes.plot([own - wide, own + wide], [place, place], color="#222222", linewidth=1)
+        if published is not None:
+            axes.plot([published], [place], "D", color=ORANGE, markersize=5)
+    axes.plot([], [], "D", color=ORANGE, markersize=5, label="published")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.1), borderpad=0)
+    axes.set_yticks(range(len(arms)), [arm["kind"] for arm in arms])
+    axes.set_title(f"{found['recipe']}: test {found['measure']}, %, with 95% intervals")
+    axes.set_xlim(left=0)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+
+
+def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
+    ends = []
+    for arm in found["arms"]:
+        x, y = zip(*((s / 60, 100 * value) for s, value in arm["curve"]), strict=True)
+        colour = GREY if arm["kind"] == "dense" else BLUE
+        axes.plot(x, y, marker="o", color=colour, alpha=0.7)
+        ends.append(End(x[-1], y[-1], arm["kind"], colour))
+    axes.set(title=f"Validation {found['measure']}, %, while training", xlabel="minutes")
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.3)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    return ends

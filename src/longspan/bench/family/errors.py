@@ -1,0 +1,87 @@
+"""How far mechanisms are from exact softmax attention with the same queries, keys and values.
+
+The error of a layer's output, relative to that of dense attention, by what the mechanism may look
+at for a token: keys of a window, in blocks or pooled, or features. Weights are random. Documents
+are of two kinds: of tokens that have nothing to do with each other, and of tokens that resemble
+their neighbours, as words do. Computed in float64 on the CPU, whatever is timed.
+
+Poolingformer adds a second attention to the first, and so estimates no softmax attention.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longspan.layers.registry import build_attention
+
+HIDDEN, HEADS = 64, 2
+DOCUMENTS = {"unrelated": 0.0, "alike": 0.97}  # how much a token has of the one before it
+_SEEDS = 3
+
+
+class Error(NamedTuple):
+    mechanism: str
+    documents: str
+    tokens: int
+    budget: int
+    error: float  # of the Frobenius norm of the exact output
+
+
+# By contender: what to ask of the layer, for a budget and a length.
+APPROXIMATE: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "window": lambda budget, n: {"window": budget, "global_tokens": False},
+    # Means of neighbours: mixtures that nobody has trained stand for no tokens.
+    "linformer": lambda budget, n: {
+        "kind": "linformer",
+        "length": n,
+        "rank": budget,
+        "reduction": "pool",
+    },
+    "performer": lambda budget, n: {"kind": "performer", "features": budget},
+    # Three blocks near, three at random, two global.
+    "bigbird": lambda budget, n: {"kind": "bigbird", "block": max(1, budget // 8)},
+}
+
+
+def measure_errors(*, quick: bool = False) -> dict[str, Any]:
+    """What goes into the results file."""
+    tokens = 256 if quick else 1024
+    budgets = [tokens // part for part in (32, 16, 8, 4, 2)]
+    return {"errors": [one._asdict() for one in _errors(tokens, budgets)]}
+
+
+def _errors(tokens: int, budgets: list[int]) -> Iterator[Error]:
+    for documents, kept in DOCUMENTS.items():
+        for mechanism, setting in APPROXIMATE.items():
+            for budget in budgets:
+                found = [
+                    relative_error(setting(budget, tokens), tokens, kept, seed)
+                    for seed in range(_SEEDS)
+                ]
+                yield Error(mechanism, documents, tokens, budget, sum(found) / _SEEDS)
+
+
+@torch.no_grad()
+def relative_error(setting: dict[str, Any], tokens: int, kept: float, seed: int) -> float:
+    """Of one layer with random weights on one random document."""
+    torch.manual_seed(seed)
+    hidden = _document(tokens, kept)
+    layer: Any = build_attention(HIDDEN, HEADS, setting, bias=False).double().eval()
+    # Entries of variance 1, so that scores have it too.
+    layer.qkv.weight.normal_(std=HIDDEN**-0.5)
+    heads = layer.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)
+    exact = scaled_dot_product_attention(*(one.transpose(1, 2) for one in heads))
+    exact = exact.transpose(1, 2).flatten(2)
+    return float((layer(hidden) - exact).norm() / exact.norm())
+
+
+def _document(tokens: int, kept: float) -> Tensor:
+    """[1, tokens, HIDDEN], entries of variance 1."""
+    fresh = torch.randn(tokens, HIDDEN, dtype=torch.float64)
+    made = [fresh[0]]
+    for new in fresh[1:]:
+        made.append(kept * made[-1] + (1 - kept**2) ** 0.5 * new)
+    return torch.stack(made)[None]

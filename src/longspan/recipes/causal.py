@@ -1,0 +1,43 @@
+"""Every kind of attention that decoders have, as a language model of novels.
+
+The skeleton, text, bytes a step and time of `rivals`, which has windows, memories and dense
+attention; here are the others, from the registry, on rows of 8,192. Options are a kind's defaults
+unless they are named below; nothing was tuned for any of them.
+"""
+
+from typing import Any
+
+from longspan.layers.registry import CAUSAL_ATTENTION
+from longspan.recipes.books import FEED_FORWARD
+from longspan.recipes.rivals import rival
+from longspan.train.recipe import Evaluation, Recipe
+
+# The recipes of kinds that the study of rivals has.
+_RIVALS = {
+    "window": "rival-longformer",
+    "full": "rival-dense",
+    "xl": "rival-xl",
+    "compressive": "rival-compressive",
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "sparse": {"stride": 128},
+    "adaptive_span": {"longest": 1024},
+}
+# Where a kind has weights of its own, or fewer than others, feed-forward layers make up for it.
+_FEED_FORWARD: dict[str, int] = {}
+_COMPILED = ("performer", "sparse")  # what reads values back is left as it is
+
+KINDS = tuple(kind for kind in CAUSAL_ATTENTION if kind not in _RIVALS)
+STUDY = tuple(_RIVALS.get(kind, f"causal-{kind}") for kind in CAUSAL_ATTENTION)
+
+
+def causal(kind: str) -> Recipe:
+    """Novels, two minutes: a kind of attention on rows of 8,192."""
+    return rival(
+        f"causal-{kind}",
+        {"kind": kind, **_OPTIONS.get(kind, {})},
+        length=8192,
+        feed_forward=_FEED_FORWARD.get(kind, FEED_FORWARD),
+        evaluation=Evaluation("sliding", length=16_384, stride=8192, batch=4),
+        compile="layers" if kind in _COMPILED else "no",
+    )

@@ -1,0 +1,125 @@
+"""One recipe with every kind of attention: the same but for that, resumable, and put in a table."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from tasks.finetuned import QUIET, labelled, recipe
+
+import longspan
+from longspan.analyze.arena import describe, draw, margin, markdown, rows, table
+from longspan.recipes import FINETUNING
+from longspan.recipes.shrink import shrink_finetuning
+from longspan.tasks import kinds
+from longspan.tasks.finetune import finetune, make_task
+from longspan.tasks.kinds import kinds_of, study
+from longspan.train.recipe import change
+
+
+def toy(tmp_path, **changes):
+    """Bytes of texts with "cat" or "dog" in them, which any kind can learn."""
+    settings = {
+        "data.train": str(labelled(tmp_path / "animals.csv", words=4)),
+        "data.columns": {"text": "body", "label": "animal"},
+        "evaluation.every": 1,
+        "log_every": 1,
+    }
+    made = shrink_finetuning(FINETUNING["lra-text"]())
+    return change(made, settings | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+def test_a_new_model_learns_and_predicts(tmp_path):
+    made = toy(
+        tmp_path,
+        updates=250,
+        batch=16,
+        warmup=20.0,
+        learning_rate=5e-3,
+        attention={"kind": "performer", "features": 16},
+        model__new__config__hidden_size=32,
+        evaluation__every=50,
+        data__limit=0,
+    )
+    results = finetune(make_task(made), tmp_path / "run", console=QUIET)
+    assert results["test"]["accuracy"] == 1.0
+    use = longspan.pipeline(tmp_path / "run")
+    assert use("the house cat was in")["label"] == "cat"
+    assert use.model.config.attention[0] == {"kind": "performer", "features": 16}
+
+
+def test_names_settings_and_layers():
+    new = FINETUNING["lra-listops"]().model.new
+    assert new is not None
+    assert new.setting("performer") == {"kind": "performer"}
+    assert new.setting("dense") == {"kind": "window", "window": 4000, "global_tokens": False}
+    changed = new.setting({"kind": "linformer", "rank": 8})
+    assert changed == {"kind": "linformer", "length": 2000, "rank": 8, "sharing": "layers"}
+    made = change(FINETUNING["lra-listops"](), {"attention": "performer", "attention.features": 8})
+    assert made.attention == {"kind": "performer", "features": 8}
+    with pytest.raises(ValueError, match=r"attention\.features: there are 1, numbered from 0"):
+        change(made, {"attention": ["window"], "attention.features": 8})
+    assert [one["kind"] for one in new.setting(["window", "bigbird"])] == ["window", "bigbird"]
+
+
+def test_every_kind_is_done_once(tmp_path, monkeypatch):
+    made, out = toy(tmp_path), tmp_path / "out"
+    result = study(made, out, ["performer", "dense"], QUIET)
+    assert [arm.kind for arm in result.arms] == ["performer", "dense"]
+    assert result.examples == 6
+    for arm in result.arms:
+        assert arm.updates == 2
+        assert len(arm.curve) == 2
+        assert arm.tokens_per_second > 0
+        assert arm.peak_mib > 0
+    monkeypatch.setattr(kinds, "finetune", None)
+    assert study(made, out, ["performer", "dense"], QUIET) == result
+    with pytest.raises(ValueError, match=r"other settings \(learning_rate"):
+        study(replace(made, learning_rate=1.0), out, ["performer"], QUIET)
+    with pytest.raises(ValueError, match="choose from window, linformer"):
+        study(made, out, ["lstm"], QUIET)
+
+
+def test_a_kind_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
+    def sometimes(task, run, **options):
+        if task.recipe.attention == "performer":
+            raise RuntimeError("out of memory\nand more")
+        return finetune(task, run, **options)
+
+    monkeypatch.setattr(kinds, "finetune", sometimes)
+    result = study(toy(tmp_path), tmp_path / "out", ["performer", "window"], QUIET)
+    assert result.failed == {"performer": "out of memory"}
+    found = describe(result)
+    assert "- performer failed: out of memory" in markdown(found)
+    assert [row[0] for row in rows(found)] == ["window"]
+
+
+def test_tables_and_figure(tmp_path):
+    found = describe(study(toy(tmp_path), tmp_path / "out", ["window", "poolingformer"], QUIET))
+    for arm, test in zip(found["arms"], (0.5, 0.6432), strict=True):
+        arm["test"] = test
+    found["examples"] = 2000
+    best, second = rows(found)
+    assert best[:3] == ["poolingformer", "64.32", "2.10"]
+    assert best[4] == ""  # not among those published
+    assert second[4] == "62.85"
+    assert margin(0.5, 2000) == pytest.approx(0.0219, abs=1e-4)
+    text = markdown(found)
+    assert "Tay et al." in text
+    assert "| poolingformer | 64.32 |" in text
+    Console(quiet=True).print(table(found))
+    assert [path.name for path in draw(found, tmp_path / "lra")] == ["lra.png", "lra.svg"]
+
+
+def test_what_cannot_be_chosen_is_named(tmp_path):
+    with pytest.raises(ValueError, match="a checkpoint has its own"):
+        make_task(recipe("classify", tmp_path, attention="performer"))
+    with pytest.raises(ValueError, match="starts from nothing"):
+        make_task(toy(tmp_path, model__source="somewhere"))
+    with pytest.raises(ValueError, match="starts from a checkpoint"):
+        kinds_of(FINETUNING["imdb"]())
+    made, new = recipe("spans", tmp_path), FINETUNING["lra-text"]().model.new
+    made = replace(made, model=replace(made.model, new=new, source=None))
+    with pytest.raises(ValueError, match="spans starts from a checkpoint"):
+        make_task(made)
+    with pytest.raises(ValueError, match=r"layer 0: attention kind 'sparse' is for decoders"):
+        make_task(toy(tmp_path, attention="sparse")).build()
