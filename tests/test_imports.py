@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "models": {"layers", "ops"},
     "hub": {"models", "layers", "ops"},
     "data": set(),
-    "train": {"data", "machine"},
+    "train": {"data", "machine", "layers"},
     "tasks": {"train", "data", "models", "hub", "layers"},
     "recipes": {"train", "data", "layers"},
     "registration": {"models"},

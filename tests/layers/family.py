@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from longspan.layers.observing import Observing
 from longspan.layers.registry import build_attention, build_causal_attention
 
 DIM, HEADS = 24, 3
@@ -48,6 +49,16 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "blockwise", "block": 5},
     "bp": {"kind": "bp", "near": 2},
     "funnel": {"kind": "funnel", "stride": 1},  # a greater one returns fewer tokens
+    "clusterformer": {
+        "kind": "clusterformer",
+        "clusters": 4,
+        "chunk": 6,
+        "bank": 32,
+        "every": 4,
+    },
+    "reformer": {"kind": "reformer", "buckets": 4, "rounds": 2, "chunk": 5},
+    "reformer-once": {"kind": "reformer", "buckets": 6, "rounds": 1, "chunk": 3},
+    "routing": {"kind": "routing", "clusters": 5, "size": 7},
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "performer": {"kind": "performer", "features": 20},
@@ -58,6 +69,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
     "bp": {"kind": "bp", "near": 2},
     "shortformer": {"kind": "shortformer", "segment": 6},
+    "reformer": {"kind": "reformer", "buckets": 4, "rounds": 2, "reach": 5},
+    "reformer-once": {"kind": "reformer", "buckets": 6, "rounds": 1, "reach": 3},
+    "routing": {"kind": "routing", "clusters": 5, "size": 4},
 }
 
 
@@ -66,7 +80,7 @@ def encoder_layer(setting: dict[str, Any], dtype: torch.dtype = torch.float64) -
     made = build_attention(DIM, HEADS, setting)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return made.to(dtype).eval()
+    return _used(made).to(dtype).eval()
 
 
 def causal_layer(setting: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
@@ -74,7 +88,25 @@ def causal_layer(setting: dict[str, Any], dtype: torch.dtype = torch.float64) ->
     made = build_causal_attention(DIM, HEADS, setting, bias=False)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return made.to(dtype).eval()
+    return _used(made).to(dtype).eval()
+
+
+def _used(made: Any) -> Any:
+    """A layer that takes in what it sees has seen enough to have clusters of its own."""
+    for _ in range(4 if isinstance(made, Observing) else 0):
+        made.train()(torch.randn(1, 30, DIM))
+        made.refresh()
+    return made
+
+
+def keep_choice(made: Any, *given: Any) -> None:
+    """Rounding may put a token into another cluster, which is no matter of a few ulps: from now on
+    every call chooses as a call of `given` does."""
+    choose, found = getattr(made, "clusters", None), []
+    if choose is not None:
+        made.clusters = lambda *points: found.append(choose(*points)) or found[-1]
+        made(*given)
+        made.clusters = lambda *points: found[0]
 
 
 def states(batch: int, tokens: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -27,12 +27,21 @@ from longspan.train.recipe import Recipe, change
 TEXT = np.frombuffer((b"the quick brown fox jumps over the lazy dog. " * 200), dtype=np.uint8)
 CORPUS = Corpus(TEXT, TEXT[:400], TEXT[:400])
 QUIET = Console(quiet=True)
-# A window model with staged phases, dropout, Muon and parts; and one with memories.
-KINDS = {"window": "enwik8-small", "compressive": "compressive-enwik8", "muon": "books"}
+# A window model with staged phases, dropout, Muon and parts; one with memories; and one whose
+# layers keep centroids beside their weights.
+KINDS = {
+    "window": "enwik8-small",
+    "compressive": "compressive-enwik8",
+    "muon": "books",
+    "routing": "books",
+}
 
 
 def recipe(kind="window", steps=4, **changes) -> Recipe:
     small = shrink(find(KINDS[kind]), steps=steps)
+    if kind == "routing":
+        setting = {"kind": "routing", "clusters": 3, "size": 4, "decay": 0.5}
+        small = replace(small, model={**small.model, "attention": setting})
     settings = {
         "model.hidden_dropout_prob": 0.2,
         "save_every": 3,
@@ -77,7 +86,7 @@ class Interrupting(CharLM):
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_runs_lose_nothing(kind, tmp_path):
     """Same losses, same weights, in every kind of model, across the borders of phases."""
-    made = recipe(kind, steps=6 if kind == "muon" else 4)
+    made = recipe(kind, steps=6 if KINDS[kind] == "books" else 4)
     go(made, tmp_path / "whole")
     broken = Interrupting(made, CORPUS)
     broken.stop_at = 10  # of two calls per step: in step 5, after the checkpoint of step 3

@@ -72,6 +72,22 @@ class Block(nn.Module):
     ) -> Tensor:
         """`seen`, `positions` and `position_ids` describe the batch, see `AttentionLayer`. With an
         attention that makes it shorter, `pools` say how, and fewer tokens are returned."""
+        mixed = self.mix(hidden, seen, positions, position_ids, pools)
+        hidden = mixed + (hidden if pools is None else pools.mean(hidden))
+        if self.norm_first:
+            return hidden + self.feed(hidden)
+        hidden = self.attention_norm(hidden)
+        return self.feed_forward_norm(hidden + self.feed(hidden))
+
+    def mix(
+        self,
+        hidden: Tensor,
+        seen: Visibility,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        pools: Pools | None = None,
+    ) -> Tensor:
+        """What attention adds."""
         about: dict[str, Any] = {
             "seen": seen,
             "positions": positions,
@@ -79,13 +95,14 @@ class Block(nn.Module):
         }
         if pools is not None:
             about["pools"] = pools
-        mixed = project(self.project, self.attention(self.attention_input(hidden), **about))
-        hidden = hidden if pools is None else pools.mean(hidden)
-        hidden = hidden + self.dropout(mixed)
-        if self.norm_first:
-            return hidden + self.dropout(self._feed(self.feed_forward_norm(hidden)))
-        hidden = self.attention_norm(hidden)
-        return self.feed_forward_norm(hidden + self.dropout(self._feed(hidden)))
+        mixed = self.attention(self.attention_input(hidden), **about)
+        return self.dropout(project(self.project, mixed))
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """What the feed-forward part adds."""
+        return self.dropout(
+            self._feed(self.feed_forward_norm(hidden) if self.norm_first else hidden)
+        )
 
     def attention_input(self, hidden: Tensor) -> Tensor:
         """What the attention is given of a block's input."""

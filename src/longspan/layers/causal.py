@@ -103,14 +103,23 @@ class CausalAttention(nn.Module):
         dim, heads: model size; head_dim = dim / heads.
         dropout: on the attention weights, while training.
         bias: whether the projections have one.
+        shared: queries are their own keys, so `qkv` makes two of a token, not three.
     """
 
-    def __init__(self, dim: int, heads: int, *, dropout: float = 0.0, bias: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        dropout: float = 0.0,
+        bias: bool = False,
+        shared: bool = False,
+    ) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
         self.dim, self.heads, self.dropout = dim, heads, dropout
-        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
+        self.qkv = nn.Linear(dim, (2 if shared else 3) * dim, bias=bias)
 
     @property
     def dropout_p(self) -> float:

@@ -23,6 +23,7 @@ class DocumentAttention(AttentionLayer):
         rotary: turn queries and keys by their positions, with this base; None leaves positions to
             the model.
         bias: of the projections.
+        shared: queries are their own keys, so `qkv` makes two of a token, not three.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class DocumentAttention(AttentionLayer):
         dropout: float = 0.0,
         rotary: float | None = None,
         bias: bool = True,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         if dim % heads:
@@ -43,7 +45,7 @@ class DocumentAttention(AttentionLayer):
             )
         self.heads, self.head_dim = heads, dim // heads
         self.dropout, self.rotary = dropout, rotary
-        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
+        self.qkv = nn.Linear(dim, (2 if shared else 3) * dim, bias=bias)
 
     def attend(
         self,
@@ -68,11 +70,16 @@ class DocumentAttention(AttentionLayer):
         """Query, key and value [batch, tokens, heads, head_dim], rotated if they are to be."""
         project = self.qkv if project is None else project
         query, key, value = project(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        if self.rotary is not None:
-            if position_ids is None:
-                position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
-            query, key = rotate(query, key, position=position_ids, base=self.rotary)
+        query, key = self.rotated(query, key, position_ids=position_ids)
         return query, key, value
+
+    def rotated(self, *states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries and keys, turned if they are to be."""
+        if self.rotary is None:
+            return states
+        if position_ids is None:
+            position_ids = torch.arange(states[0].shape[1], device=states[0].device)[None]
+        return rotate(*states, position=position_ids, base=self.rotary)
 
     def forward(
         self,

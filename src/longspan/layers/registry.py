@@ -9,11 +9,14 @@ from longspan.layers.bigbird import BigBirdAttention
 from longspan.layers.blockwise import BlockwiseAttention
 from longspan.layers.bp import BPAttention, CausalBP
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
+from longspan.layers.clusterformer import ClusterformerAttention
 from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.funnel import FunnelAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
 from longspan.layers.poolingformer import PoolingformerAttention
+from longspan.layers.reformer import CausalReformer, ReformerAttention
+from longspan.layers.routing import CausalRouting, RoutingAttention
 from longspan.layers.shortformer import ShortformerAttention
 from longspan.layers.sparse import SparseAttention
 from longspan.layers.window import WindowAttention
@@ -28,6 +31,9 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
     "blockwise": BlockwiseAttention,
     "bp": BPAttention,
     "funnel": FunnelAttention,
+    "clusterformer": ClusterformerAttention,
+    "reformer": ReformerAttention,
+    "routing": RoutingAttention,
 }
 # For decoders, called as `layers/causal.py` says.
 CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
@@ -40,6 +46,8 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "adaptive_span": AdaptiveSpanAttention,
     "bp": CausalBP,
     "shortformer": ShortformerAttention,
+    "reformer": CausalReformer,
+    "routing": CausalRouting,
 }
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
@@ -48,6 +56,7 @@ _NOT_CAUSAL = {
     "poolingformer": "its windows and pools reach to both sides",
     "funnel": "its pools put tokens together with later ones, and are read by all",
     "blockwise": "its blocks are permuted, so that some see later ones",
+    "clusterformer": "its chunks are cut from a sorted text, and later tokens move earlier ones",
 }
 _CAUSAL_ONLY = "it reads text in one direction"
 

@@ -44,6 +44,8 @@ class LongspanConfig(PreTrainedConfig):
             heads have any but behind their last layer. With `norm_first` a last norm follows.
         first_norm: with `norm_first`, the first layer too has a norm before its attention, though
             the embeddings are normed (mBART); ModernBERT has none there.
+        reversible: with `norm_first`, layers are computed back from the last one's output while
+            training, so that memory does not grow with their number, see `layers/reversible.py`.
         embedding_scale: multiply words by sqrt(hidden_size), as mBART does.
         activation_dropout: inside the feed-forward part.
         pooler: whether the bare model has BERT's pooler on its first token.
@@ -71,6 +73,7 @@ class LongspanConfig(PreTrainedConfig):
     restored_layers: int = 0
     norm_first: bool = False
     first_norm: bool = False
+    reversible: bool = False
     gated: bool = False
     bias: bool = True
     hidden_act: str = "gelu"
@@ -151,6 +154,8 @@ class LongspanConfig(PreTrainedConfig):
                 f"max_position_embeddings={self.max_position_embeddings} leaves no position "
                 f"behind the position_offset={self.position_offset} reserved rows"
             )
+        if self.reversible and not self.norm_first:
+            raise ValueError("reversible=True needs norm_first=True: norms stand inside its halves")
         if self.max_global_tokens is not None and self.max_global_tokens < 0:
             raise ValueError(f"max_global_tokens={self.max_global_tokens} must not be negative")
 
@@ -178,8 +183,13 @@ class LongspanConfig(PreTrainedConfig):
             )
         for layer, setting in enumerate(settings):
             with torch.device("meta"):
-                shorter = layer >= last and self.build_attention(setting).shortens > 1
-            if shorter:
+                shorter = self.build_attention(setting).shortens > 1
+            if shorter and self.reversible:
+                raise ValueError(
+                    f"layer {layer} makes documents shorter, which cannot be computed back: "
+                    "reversible=True needs layers that keep their length"
+                )
+            if shorter and layer >= last:
                 raise ValueError(
                     f"layer {layer} makes documents shorter, but restored_layers="
                     f"{self.restored_layers} wants it to read all tokens"

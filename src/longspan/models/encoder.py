@@ -13,6 +13,7 @@ from transformers.utils.generic import can_return_tuple
 from longspan.layers.block import Block
 from longspan.layers.position import sinusoids, tile_positions
 from longspan.layers.quantized import quantize_layers
+from longspan.layers.reversible import run_reversible
 from longspan.layers.window import WindowAttention
 from longspan.models.config import LongspanConfig
 from longspan.models.inputs import (
@@ -302,7 +303,15 @@ class LongspanModel(LongspanPreTrainedModel):
         states, maps = (hidden,), ()
         shortened: list[Pools] = []
         before = hidden  # what it was before it was made shorter
-        for layer, block in enumerate(cast("list[Block]", self.layers)):
+        blocks = cast("list[Block]", self.layers)
+        if self.config.reversible:
+            if output_hidden_states or output_attentions:
+                raise ValueError(
+                    "a reversible model keeps nothing of the layers on the way: call it without "
+                    "output_hidden_states and output_attentions"
+                )
+            hidden, blocks = cast(Any, run_reversible(list(blocks), hidden, *whole)), []
+        for layer, block in enumerate(blocks):
             if shortened and layer == len(self.layers) - self.config.restored_layers:
                 hidden, shortened = _restored(hidden, shortened, before), []
                 seen, places, position_ids = whole

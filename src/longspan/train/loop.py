@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_objec
 from rich.console import Console
 from safetensors.torch import load_model
 
+from longspan.layers.observing import refresh
 from longspan.machine import peak_mib, reset_peak
 from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
@@ -120,6 +121,7 @@ def train(
             for wrapped in prepared:
                 wrapped.step()
                 wrapped.zero_grad()
+            refresh(plain)  # layers that keep more than weights
             if pace.held:
                 float(losses[-1])  # waits for the device, which may have had to be compiled for
                 pace.go()

@@ -28,12 +28,15 @@ class FamilyCase(Case):
 
 ENCODERS = (
     *("window", "linformer", "performer", "bigbird", "poolingformer"),
-    *("blockwise", "bp", "funnel", "dense"),
+    *("blockwise", "bp", "funnel", "clusterformer", "reformer", "routing", "dense"),
 )
 DECODERS = (
     *("causal-window", "causal-performer", "sparse-strided", "sparse-fixed"),
-    *("adaptive-span", "causal-bp", "shortformer", "causal-dense"),
+    *("adaptive-span", "causal-bp", "shortformer", "causal-reformer", "causal-routing"),
+    "causal-dense",
 )
+# Those that are of the order n * sqrt(n), as published.
+ROOT = ("sparse-strided", "sparse-fixed", "routing", "causal-routing")
 # Public implementations, see `rivals`; measured where they are installed.
 ENCODER_RIVALS = (
     *("performer-pytorch", "linformer-package", "transformers-bigbird"),

@@ -4,7 +4,7 @@ much slower than the best public implementation."""
 from collections.abc import Iterator
 
 from longspan.bench.benchmark import PASSES, Claim, ratio
-from longspan.bench.family.cases import DECODERS, ENCODERS
+from longspan.bench.family.cases import DECODERS, ENCODERS, ROOT
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.family.rivals import RIVALS
 from longspan.bench.store import Results
@@ -55,7 +55,7 @@ def _growth(results: Results) -> list[Claim]:
                 Claim(
                     f"{CONTENDERS[name].label}{', causal' if causal else ''}: time at "
                     f"{long.tokens:,} over that at {short.tokens:,}, {kind}",
-                    _ROOT if name.startswith("sparse") else _LINEAR,
+                    _ROOT if name in ROOT else _LINEAR,
                     measured,
                     at_least=False,
                 )

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.benchmark import Contenders, Workload
 from longspan.bench.family.cases import DECODERS, FamilyCase
-from longspan.bench.family.rivals import RIVALS
+from longspan.bench.family.rivals import RIVALS, ROUNDS
 from longspan.layers.causal import Attended
 from longspan.layers.registry import build_attention, build_causal_attention
 from longspan.ops.shorten import count_pools
@@ -24,6 +24,18 @@ class Mechanism(NamedTuple):
 
 def _root(case: FamilyCase) -> int:
     return round(case.tokens**0.5)
+
+
+def _reformer(case: FamilyCase) -> dict[str, Any]:
+    """In every round a chunk and the one before it, as the rivals have it."""
+    chunk = case.reach // 8
+    buckets = min(256, 2 * max(1, case.tokens // chunk))
+    return {"kind": "reformer", "chunk": chunk, "rounds": ROUNDS, "buckets": buckets}
+
+
+def _routing(case: FamilyCase) -> dict[str, Any]:
+    size = case.reach // 2
+    return {"kind": "routing", "clusters": max(1, case.tokens // size), "size": size}
 
 
 # What is computed again in the backward pass asks for the generator's state, random blocks are
@@ -50,6 +62,13 @@ MECHANISMS = {
     "blockwise": Mechanism("blockwise", lambda c: {"kind": "blockwise", "block": c.reach}),
     "bp": Mechanism("BP", lambda c: {"kind": "bp", "near": max(1, c.reach // 32)}, waits=True),
     "funnel": Mechanism("Funnel", lambda c: {"kind": "funnel", "stride": 2}),
+    "clusterformer": Mechanism(
+        "Cluster-Former",
+        lambda c: {"kind": "clusterformer", "chunk": c.reach, "bank": 64, "every": 1},
+        waits=True,
+    ),
+    "reformer": Mechanism("Reformer", _reformer, waits=True),
+    "routing": Mechanism("Routing", _routing, waits=True),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(
@@ -78,6 +97,12 @@ MECHANISMS = {
     "shortformer": Mechanism(
         "Shortformer", lambda c: {"kind": "shortformer", "segment": c.reach // 2}
     ),
+    "causal-reformer": Mechanism(
+        "Reformer",
+        lambda c: {"kind": "reformer", "reach": c.reach // 4, "rounds": ROUNDS},
+        waits=True,
+    ),
+    "causal-routing": Mechanism("Routing", _routing, waits=True),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
 }
 

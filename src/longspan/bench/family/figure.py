@@ -23,9 +23,12 @@ COLOURS = {
     "sparse, fixed": "#CC79A7",
     "adaptive span": "#E69F00",
     "blockwise": "#56B4E9",
-    "BP": "#8C564B",
-    "Funnel": "#7F7FBF",
+    "BP": "#B5A642",
+    "Funnel": "#9AA0A6",
     "Shortformer": "#56B4E9",
+    "Cluster-Former": "#1B7F9C",
+    "Reformer": "#8B5A2B",
+    "Routing": "#7A4FBF",
     "dense, SDPA": "#555555",
 }
 KIND = "forward+backward"

@@ -1,0 +1,137 @@
+"""Layers that keep more than weights: centroids that follow the tokens of training.
+
+A call changes nothing that another call reads. While training, a layer notes the hidden states it
+was given; `refresh(model)`, called once after every step of the optimiser, as the training loop
+does, lets it take in those of its last call. So a call may be repeated (by gradient checkpointing,
+say) and gives the same, and all that was taken in stands in buffers, saved with the weights: a run
+that goes on from a checkpoint goes on to the same numbers.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from longspan.ops.centroids import nearest, spherical_kmeans, sums_of
+
+
+def refresh(model: nn.Module) -> None:
+    """Let the layers of a model take in what they saw; to be called after each optimiser step."""
+    for module in model.modules():
+        if isinstance(module, Observing):
+            module.refresh()
+
+
+class Observing(nn.Module):
+    """Mixed into a layer: it calls `note` with what it is given, and has `take_in`."""
+
+    _noted: tuple[Tensor, Tensor | None] | None = None
+
+    def note(self, hidden: Tensor, valid: Tensor | None = None) -> None:
+        """[batch, tokens, dim] and which of these are no padding; nothing outside training."""
+        if self.training:
+            self._noted = hidden.detach(), valid
+
+    def take_in(self, states: Tensor) -> None:
+        """Change buffers by hidden states [any number, dim]."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._noted is None:
+            return
+        hidden, valid = self._noted
+        self._noted = None
+        states = hidden.flatten(0, 1) if valid is None else hidden[valid]
+        if states.shape[0] > 0:
+            self.take_in(states)
+        if dist.is_available() and dist.is_initialized():
+            for module in self.modules():
+                if isinstance(module, Centroids):  # those of the main process, for all
+                    dist.broadcast(module.directions, 0)
+
+
+class Centroids(nn.Module):
+    """Directions [heads, clusters, dim] of length 1; tokens belong to the nearest."""
+
+    directions: Tensor
+    steps: Tensor  # how often something was taken in
+
+    def __init__(self, heads: int, clusters: int, dim: int) -> None:
+        super().__init__()
+        if clusters < 1:
+            raise ValueError(f"clusters={clusters} must be at least 1")
+        drawn = normalize(torch.randn(heads, clusters, dim), dim=-1)
+        self.register_buffer("directions", drawn)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, points: Tensor) -> Tensor:
+        """[batch, tokens, heads, dim] -> [batch, tokens, heads]: the number of each's cluster."""
+        return nearest(points, self.directions)
+
+
+class OnlineCentroids(Centroids):
+    """They follow the mean of their tokens, by a little at every step.
+
+    Args:
+        decay: how much of a centroid is left after a step.
+    """
+
+    def __init__(self, heads: int, clusters: int, dim: int, *, decay: float) -> None:
+        super().__init__(heads, clusters, dim)
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay={decay} must be from 0 to 1")
+        self.decay = decay
+
+    def take_in(self, points: Tensor) -> None:
+        """[points, heads, dim] of length 1. The first ones are clustered: centroids drawn at
+        random would be near to none."""
+        clusters = self.directions.shape[1]
+        if int(self.steps) == 0:
+            self.directions.copy_(spherical_kmeans(points, clusters))
+        else:
+            points = points.to(torch.promote_types(points.dtype, torch.float32))
+            sums, counts = sums_of(points, nearest(points[None], self.directions)[0], clusters)
+            old = self.directions.to(sums.dtype)
+            moved = old.lerp(normalize(sums, dim=-1), 1.0 - self.decay)
+            # A centroid without tokens waits where it is.
+            moved = torch.where(counts[..., None] > 0, normalize(moved, dim=-1), old)
+            self.directions.copy_(moved)
+        self.steps += 1
+
+
+class BankCentroids(Centroids):
+    """Found anew every so many steps, by k-means over a bank of tokens seen since. Until there are
+    any, all tokens belong to the first.
+
+    Args:
+        bank: how many tokens, as many of each step.
+        every: steps.
+    """
+
+    bank: Tensor
+
+    def __init__(self, clusters: int, dim: int, *, bank: int, every: int) -> None:
+        super().__init__(1, clusters, dim)
+        if bank < clusters or every < 1:
+            raise ValueError(
+                f"bank={bank} must hold a token for each of clusters={clusters}, every={every} be "
+                "at least 1"
+            )
+        self.every = every
+        self.register_buffer("bank", torch.zeros(bank, dim))
+
+    def forward(self, points: Tensor) -> Tensor:
+        return torch.where(self.steps >= self.every, super().forward(points), 0)
+
+    def take_in(self, points: Tensor) -> None:
+        """[points, dim], of which some are drawn by torch's generator."""
+        room, device = self.bank.shape[0], points.device
+        share = -(-room // self.every)
+        drawn = torch.randint(points.shape[0], (share,), device=device)
+        at = (self.steps * share + torch.arange(share, device=device)) % room
+        self.bank[at] = points[drawn].to(self.bank.dtype)
+        self.steps += 1
+        if int(self.steps) % self.every == 0:
+            clusters = self.directions.shape[1]
+            self.directions.copy_(spherical_kmeans(self.bank[:, None], clusters))

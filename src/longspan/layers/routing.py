@@ -1,0 +1,162 @@
+"""Routing Transformer: centroids that follow the tokens choose who attends to whom."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from longspan.layers.causal import Attended, CausalAttention, token_places
+from longspan.layers.document import DocumentAttention
+from longspan.layers.observing import Observing, OnlineCentroids
+from longspan.layers.position import rotate
+from longspan.layers.reformer import ClusterCache, unit
+from longspan.ops.centroids import strongest
+from longspan.ops.clustered import clustered_attention, routed_attention
+from longspan.ops.window import Visibility
+
+
+class RoutingAttention(Observing, DocumentAttention):
+    """Queries are their own keys, scaled to one length. Each centroid takes the `size` tokens that
+    are nearest to it, and these see each other, themselves only if they are alone. A token that
+    several take gets the mean, one that none takes gets nothing from this layer. Global tokens
+    change nothing.
+
+    Args:
+        clusters, size: near the root of a document's length each, and together at least as many
+            as it has tokens, time is of the order n * sqrt(n).
+        decay: see `OnlineCentroids`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        clusters: int = 64,
+        size: int = 64,
+        decay: float = 0.999,
+        dropout: float = 0.0,
+        rotary: float | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, rotary=rotary, bias=bias, shared=True)
+        if size < 1:
+            raise ValueError(f"size={size} must be at least 1 token")
+        self.size = size
+        self.centroids = OnlineCentroids(heads, clusters, self.head_dim, decay=decay)
+
+    def take_in(self, states: Tensor) -> None:
+        self.centroids.take_in(_content(self.qkv, states, self.heads))
+
+    def clusters(self, points: Tensor, valid: Tensor | None) -> Tensor:
+        """[batch, clusters, heads, size]: the tokens that each centroid takes."""
+        return strongest(points, self.centroids.directions, self.size, valid)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        seen: Visibility | None = None,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        self.note(hidden, None if seen is None else seen.valid())
+        return super().forward(hidden, seen=seen, positions=positions, position_ids=position_ids)
+
+    def attend(
+        self,
+        hidden: Tensor,
+        *,
+        valid: Tensor | None,
+        chosen: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        shared, value = self.qkv(hidden).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        shared = unit(shared)
+        places = self.clusters(shared, valid)
+        (query,) = self.rotated(shared, position_ids=position_ids)
+        out = routed_attention(
+            *(query, query, value),
+            places,
+            self_last=True,
+            dropout_p=self.dropout_p,
+            scale=self.head_dim**0.5,
+        )
+        return out.flatten(2)
+
+
+class CausalRouting(Observing, CausalAttention):
+    """Every token sees the last `size` tokens of its cluster before it, itself only if there are
+    none. Which tokens a centroid takes of a whole text would depend on what follows; which
+    centroid is nearest to a token does not.
+
+    The state holds all keys and values, as any of them may still be seen.
+
+    Args:
+        clusters, size, decay: see `RoutingAttention`.
+        commitment: what it costs a token to be far from its centroid.
+        base: of the rotary angles.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        clusters: int = 64,
+        size: int = 64,
+        decay: float = 0.999,
+        commitment: float = 1e-4,
+        base: float = 10000.0,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(dim, heads, dropout=dropout, bias=bias, shared=True)
+        if size < 1:
+            raise ValueError(f"size={size} must be at least 1 token")
+        if commitment < 0:
+            raise ValueError(f"commitment={commitment} must not be negative")
+        if (dim // heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        self.size, self.commitment, self.base = size, commitment, base
+        self.centroids = OnlineCentroids(heads, clusters, dim // heads, decay=decay)
+
+    def take_in(self, states: Tensor) -> None:
+        self.centroids.take_in(_content(self.qkv, states, self.heads))
+
+    def clusters(self, points: Tensor) -> Tensor:
+        return self.centroids(points)[..., None]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        first: int = 0,
+        state: ClusterCache | None = None,
+        keep_state: bool = False,
+    ) -> Attended:
+        self.note(hidden)
+        shared, value = self.qkv(hidden).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        shared = unit(shared)
+        clusters = self.clusters(shared)
+        (query,) = rotate(shared, position=token_places(hidden, first), base=self.base)
+        known = ClusterCache.join(state, query, value, clusters)
+        out = clustered_attention(
+            query,
+            *known,
+            size=self.size,
+            causal=True,
+            self_last=True,
+            dropout_p=self.dropout_p,
+            scale=(self.dim // self.heads) ** 0.5,
+        )
+        loss = None
+        if self.training and self.commitment > 0:
+            head = torch.arange(self.heads, device=hidden.device)
+            own = self.centroids.directions[head, clusters[..., 0]]
+            loss = self.commitment * mse_loss(shared.float(), own.float())
+        return Attended(out.flatten(2), known.kept() if keep_state else None, loss)
+
+
+def _content(qkv: nn.Linear, states: Tensor, heads: int) -> Tensor:
+    """What centroids see of hidden states [any number, dim]: [any number, heads, head_dim]."""
+    shared = qkv(states.to(qkv.weight.dtype)).unflatten(-1, (2, heads, -1))[:, 0]
+    return unit(shared)

@@ -1,0 +1,86 @@
+"""Which of several directions tokens are nearest to, and directions that many tokens are near to.
+
+Products are formed for a few tokens or directions at a time, so that memory does not grow with
+their number times the number of tokens. Nothing here has a gradient.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+_SCORES = 2**24  # products that are formed at a time
+
+
+@torch.no_grad()
+def nearest(points: Tensor, directions: Tensor) -> Tensor:
+    """[batch, tokens, heads, dim], [heads, count, dim] -> [batch, tokens, heads]: the direction
+    with the largest product, the first of equals."""
+    points, directions = _wide(points, directions)
+    batch, heads, _, _ = points.shape
+    with torch.autocast(points.device.type, enabled=False):
+        some = max(1, _SCORES // max(1, batch * heads * directions.shape[1]))
+        found = [(part @ directions.mT).argmax(-1) for part in points.split(some, dim=2)]
+    return torch.cat(found, dim=2).transpose(1, 2)
+
+
+@torch.no_grad()
+def strongest(points: Tensor, directions: Tensor, size: int, valid: Tensor | None) -> Tensor:
+    """[batch, tokens, heads, dim], [heads, count, dim] -> [batch, count, heads, up to size]: for
+    each direction the places of the tokens with the largest products, -1 where there are none
+    left. Of equals the earlier ones; `valid` [batch, tokens] marks those that can be chosen."""
+    points, directions = _wide(points, directions)
+    batch, heads, tokens, _ = points.shape
+    size = min(size, tokens)
+    place = torch.arange(tokens, device=points.device)
+    found = []
+    with torch.autocast(points.device.type, enabled=False):
+        some = max(1, _SCORES // max(1, batch * heads * tokens))
+        for part in directions.split(some, dim=1):
+            rank = _ranks(part @ points.mT)
+            if valid is not None:
+                rank = rank.masked_fill(~valid[:, None, None], torch.iinfo(torch.int32).min)
+            # The order of equals is undefined in topk: so there are none.
+            top = (rank.long() * 2**32 + (tokens - 1 - place)).topk(size).values
+            chosen = tokens - 1 - top % 2**32
+            if valid is not None:
+                none = top // 2**32 == torch.iinfo(torch.int32).min
+                chosen = chosen.masked_fill(none, -1)
+            found.append(chosen)
+    return torch.cat(found, dim=2).transpose(1, 2)
+
+
+@torch.no_grad()
+def spherical_kmeans(points: Tensor, clusters: int, rounds: int = 10) -> Tensor:
+    """[points, heads, dim] -> [heads, clusters, dim] of length 1: directions that the points are
+    near to, found from `clusters` of them drawn by torch's generator. A direction that is nearest
+    to none stays as it is; with fewer points than clusters some begin as the same."""
+    points = normalize(points.to(torch.promote_types(points.dtype, torch.float32)), dim=-1)
+    count = points.shape[0]
+    drawn = torch.randperm(count, device=points.device)
+    directions = points[drawn[torch.arange(clusters, device=drawn.device) % count]].transpose(0, 1)
+    for _ in range(rounds):
+        sums, counts = sums_of(points, nearest(points[None], directions)[0], clusters)
+        directions = torch.where(counts[..., None] > 0, normalize(sums, dim=-1), directions)
+    return directions
+
+
+def sums_of(points: Tensor, assigned: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """[points, heads, dim], [points, heads] -> the sum of each cluster's points [heads, clusters,
+    dim] and their number [heads, clusters]."""
+    _, heads, dim = points.shape
+    row = assigned + torch.arange(heads, device=points.device) * clusters
+    sums = points.new_zeros(heads * clusters, dim).index_add(0, row.flatten(), points.flatten(0, 1))
+    counts = torch.bincount(row.flatten(), minlength=heads * clusters)
+    return sums.unflatten(0, (heads, clusters)), counts.view(heads, clusters)
+
+
+def _wide(points: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """[batch, heads, tokens, dim] and [heads, count, dim], in at least float32."""
+    dtype = torch.promote_types(points.dtype, torch.float32)
+    return points.transpose(1, 2).to(dtype), directions.to(dtype)
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Whole numbers in the order of float32 `scores`, above the least int32."""
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: one zero, not two
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,0 +1,117 @@
+"""Cluster-Former: chunks of what is alike, and centroids found while training."""
+
+from typing import Any
+
+import pytest
+import torch
+from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
+
+import longspan
+from longspan.layers.observing import refresh
+from longspan.layers.registry import build_attention
+from longspan.ops import visibility
+
+SETTING = {"kind": "clusterformer", "clusters": 4, "chunk": 6, "bank": 32, "every": 4}
+
+
+def chunked(made, hidden, order):
+    """Attention within chunks of a row sorted into `order`, one token after the other."""
+    query, key, value = heads_of(made, hidden)
+    seen = torch.zeros(hidden.shape[1], hidden.shape[1], dtype=torch.bool)
+    for a, i in enumerate(order):
+        for b, j in enumerate(order):
+            seen[i, j] = a // made.chunk == b // made.chunk
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    return joined(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value)
+
+
+def test_before_the_first_kmeans_order_is_that_of_positions():
+    torch.manual_seed(0)
+    made = build_attention(DIM, HEADS, SETTING).double()
+    hidden = states(1, 20)
+    torch.testing.assert_close(made(hidden), chunked(made, hidden, range(20)))
+    for _ in range(3):  # one step short of the fourth
+        made.train()(hidden)
+        refresh(made)
+    torch.testing.assert_close(made(hidden), chunked(made, hidden, range(20)))
+
+
+def test_tokens_are_sorted_by_their_nearest_centroid():
+    made, hidden = encoder_layer(SETTING), states(1, 20)
+    own = (hidden[0] @ made.centroids.directions[0].mT).argmax(-1).tolist()
+    assert len(set(own)) > 1
+    order = sorted(range(20), key=lambda i: (own[i], i))
+    torch.testing.assert_close(made(hidden), chunked(made, hidden, order))
+
+
+@torch.no_grad()
+def test_tokens_of_other_chunks_do_not_matter():
+    made, hidden = encoder_layer(SETTING), states(1, 20)
+    own = made.clusters(hidden)[0, :, 0, 0].tolist()
+    order = sorted(range(20), key=lambda i: (own[i], i))
+    other = hidden.clone()
+    other[:, order[0]] *= 1.5  # another length: the same cluster
+    change = (made(other) - made(hidden)).abs().amax((0, 2))
+    assert all((float(change[i]) > 1e-9) == (at < 6) for at, i in enumerate(order))
+
+
+def test_the_bank_holds_tokens_of_all_steps_and_no_padding():
+    torch.manual_seed(0)
+    made: Any = build_attention(DIM, HEADS, SETTING)
+    for step in range(4):
+        hidden = torch.full((2, 9, DIM), float(step + 1))
+        mask = torch.ones(2, 9, dtype=torch.long)
+        mask[0, 3:] = 0
+        hidden[0, 3:] = 99.0
+        made.train()(hidden, seen=visibility(hidden, attention_mask=mask))
+        refresh(made)
+    counts = torch.unique(made.centroids.bank[:, 0], return_counts=True)
+    assert [t.tolist() for t in counts] == [[1.0, 2.0, 3.0, 4.0], [8, 8, 8, 8]]
+
+
+@torch.no_grad()
+def test_a_call_changes_nothing():
+    made, hidden = encoder_layer(SETTING).train(), states(1, 30)
+    before = {name: buffer.clone() for name, buffer in made.named_buffers()}
+    first = made(hidden)
+    assert torch.equal(made(hidden), first)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in made.named_buffers())
+    refresh(made)
+    assert int(made.centroids.steps) == int(before["centroids.steps"]) + 1
+    made.eval()(hidden)
+    refresh(made)  # nothing was noted
+    assert int(made.centroids.steps) == int(before["centroids.steps"]) + 1
+
+
+def test_windows_around_it():
+    """As the paper has it: one layer of clusters, the others of windows."""
+    torch.manual_seed(0)
+    config = longspan.LongspanConfig(
+        vocab_size=30,
+        hidden_size=DIM,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        intermediate_size=32,
+        max_position_embeddings=66,
+        attention=[{"window": 8}, SETTING, {"window": 8}],
+    )
+    model = longspan.LongspanModel(config)
+    ids = torch.randint(3, 30, (2, 25))
+    for _ in range(4):
+        model.train()(ids)
+        refresh(model)
+    assert model(ids).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clusters": 0}, "clusters=0 must be at least 1"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"bank": 3}, "bank=3 must hold a token for each of clusters=4"),
+        ({"every": 0}, "every=0"),
+    ],
+)
+def test_a_wrong_setting_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        encoder_layer({**SETTING, **change})

@@ -1,0 +1,150 @@
+"""Reversible blocks: the gradients of the plain stack, without its activations."""
+
+from typing import Any
+
+import pytest
+import torch
+from layers.family import DIM, HEADS, states
+
+import longspan
+from longspan.layers.block import Block
+from longspan.layers.registry import build_attention
+from longspan.layers.reversible import run_reversible
+from longspan.ops import visibility
+
+REFORMER = {"kind": "reformer", "buckets": 4, "rounds": 2, "chunk": 5}
+SHARED = {"kind": "linformer", "length": 20, "rank": 4, "sharing": "layers"}
+SETTINGS = [{"window": 6}, REFORMER, {"kind": "performer", "features": 8, "fresh": True}]
+
+
+def blocks(settings, dropout=0.0) -> Any:
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(
+        Block(
+            build_attention(DIM, HEADS, setting, dropout=dropout),
+            DIM,
+            32,
+            activation=torch.nn.functional.gelu,
+            dropout=dropout,
+            norm_first=True,
+        )
+        for setting in settings
+    ).double()
+
+
+def plain(stack, hidden, *about):
+    first = second = hidden
+    for block in stack:
+        first = first + block.mix(second, *about)
+        second = second + block.feed(first)
+    return (first + second) / 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_gradients_of_the_plain_stack(dropout):
+    stack, hidden = blocks(SETTINGS, dropout), states(2, 23)
+    mask = torch.ones(2, 23, dtype=torch.long)
+    mask[1, 15:] = 0
+    seen = visibility(hidden, attention_mask=mask)
+    gradient = states(2, 23)
+    found = []
+    for run in (plain, run_reversible):
+        given = hidden.clone().requires_grad_()
+        torch.manual_seed(5)
+        out = run([*stack], given, seen)
+        out.backward(gradient)
+        grads = {name: p.grad.clone() for name, p in stack.named_parameters() if p.grad is not None}
+        found.append([out, given.grad, grads, torch.get_rng_state()])
+        stack.zero_grad()
+    (out, given, weights, state), (other, theirs, learned, after) = found
+    torch.testing.assert_close(other, out)
+    torch.testing.assert_close(theirs, given)
+    torch.testing.assert_close(learned, weights)
+    assert len(weights) > 20
+    assert torch.equal(state, after)  # as if nothing had been computed twice
+
+
+def test_nothing_is_kept_of_the_layers():
+    """As many tensors whatever the depth, but for the weights."""
+    kept = []
+    for depth in (1, 6):
+        stack = blocks([REFORMER] * depth)
+        hidden = states(1, 20).requires_grad_()
+        seen = visibility(hidden)
+        count = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, count=count: count.append(t.numel()) or t, lambda t: t
+        ):
+            run_reversible([*stack], hidden, seen)
+        kept.append(sum(count))
+    assert kept[0] == kept[1] == 2 * 20 * DIM
+
+
+def test_weights_that_layers_share_learn_from_all_of_them():
+    stack, hidden = blocks([SHARED] * 3), states(1, 20)
+    for number, block in enumerate(stack):
+        block.attention.share([other.attention for other in stack[:number]])
+    found = []
+    for run in (plain, run_reversible):
+        run([*stack], hidden, visibility(hidden)).sum().backward()
+        found.append({name: p.grad.clone() for name, p in stack.named_parameters()})
+        stack.zero_grad()
+    torch.testing.assert_close(*found)
+
+
+def test_frozen_weights_stay_frozen():
+    stack, hidden = blocks(SETTINGS), states(1, 20)
+    for parameter in stack[0].parameters():
+        parameter.requires_grad_(False)
+    run_reversible([*stack], hidden, visibility(hidden)).sum().backward()
+    assert all(p.grad is None for p in stack[0].parameters())
+    assert stack[1].up.weight.grad.abs().sum() > 0
+
+
+def test_the_precision_of_the_forward_pass_is_that_of_the_backward_pass():
+    stack, hidden = blocks([REFORMER]).float(), states(1, 20, torch.float32)
+    used = []
+    stack[0].up.register_forward_hook(lambda _, __, out: used.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run_reversible([*stack], hidden, visibility(hidden))
+    out.float().sum().backward()
+    assert used == [torch.bfloat16] * 2
+
+
+def model(**changes) -> Any:
+    torch.manual_seed(0)
+    config = longspan.LongspanConfig(
+        vocab_size=30,
+        hidden_size=DIM,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        intermediate_size=32,
+        max_position_embeddings=66,
+        attention=REFORMER,
+        **{"norm_first": True, "reversible": True, **changes},
+    )
+    return longspan.LongspanForMaskedLM(config)
+
+
+def test_a_model_learns_and_is_saved(tmp_path):
+    made = model()
+    optimizer = torch.optim.Adam(made.parameters(), lr=1e-2)
+    ids, losses = torch.randint(3, 30, (2, 25)), []
+    for _ in range(8):
+        loss = made(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    made.eval().save_pretrained(tmp_path)
+    again = longspan.LongspanForMaskedLM.from_pretrained(tmp_path).eval()
+    assert again.config.reversible
+    assert torch.equal(made(ids).logits, again(ids).logits)
+
+
+def test_what_cannot_be_is_named():
+    with pytest.raises(ValueError, match="needs norm_first=True"):
+        model(norm_first=False)
+    with pytest.raises(ValueError, match="without output_hidden_states"):
+        model()(torch.ones(1, 5, dtype=torch.long), output_hidden_states=True)
