@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from longspan.layers.causal import Attended, Cache, CausalAttention, token_places
-from longspan.layers.position import rotate
+from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.ops.listed import listed_attention
 
 
@@ -40,14 +39,12 @@ class AdaptiveSpanAttention(CausalAttention):
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
         if longest < 0 or ramp < 1:
             raise ValueError(f"longest={longest} must not be negative, ramp={ramp} at least 1")
         if not 0.0 <= start <= 1.0 or cost < 0:
             raise ValueError(f"start={start} must be from 0 to 1, cost={cost} not negative")
-        if (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
-        self.longest, self.ramp, self.cost, self.base = longest, ramp, cost, base
+        self.longest, self.ramp, self.cost = longest, ramp, cost
         self.share = nn.Parameter(torch.full((heads,), start))
 
     def spans(self) -> Tensor:
@@ -68,7 +65,7 @@ class AdaptiveSpanAttention(CausalAttention):
         self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
     ) -> Attended:
         query, key, value = self.project(hidden)
-        query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        query, key = self.turned(query, key, first=first)
         known = Cache.join(state, key, value)
         reach, spans = self.reach, self.spans()
         tokens = known.key.shape[1]

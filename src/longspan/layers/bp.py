@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from longspan.layers.causal import Attended, CausalAttention, token_places
+from longspan.layers.causal import Attended, CausalAttention
 from longspan.layers.document import DocumentAttention
-from longspan.layers.position import rotate
 from longspan.ops.tree import Tree, causal_tree_attention, tree_attention
 
 
@@ -66,16 +65,14 @@ class CausalBP(CausalAttention):
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias)
-        if (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
-        self.near, self.base = _check_near(near), base
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
+        self.near = _check_near(near)
 
     def forward(
         self, hidden: Tensor, first: int = 0, state: Tree | None = None, keep_state: bool = False
     ) -> Attended:
         query, key, value = self.project(hidden)
-        query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        query, key = self.turned(query, key, first=first)
         out, tree = causal_tree_attention(
             query, key, value, near=self.near, before=state, dropout_p=self.dropout_p
         )

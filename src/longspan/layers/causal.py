@@ -104,6 +104,7 @@ class CausalAttention(nn.Module):
         dropout: on the attention weights, while training.
         bias: whether the projections have one.
         shared: queries are their own keys, so `qkv` makes two of a token, not three.
+        base: of the rotary angles; None = positions are not rotary.
     """
 
     def __init__(
@@ -114,11 +115,14 @@ class CausalAttention(nn.Module):
         dropout: float = 0.0,
         bias: bool = False,
         shared: bool = False,
+        base: float | None = None,
     ) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
-        self.dim, self.heads, self.dropout = dim, heads, dropout
+        if base is not None and (dim // heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        self.dim, self.heads, self.dropout, self.base = dim, heads, dropout, base
         self.qkv = nn.Linear(dim, (2 if shared else 3) * dim, bias=bias)
 
     @property
@@ -129,6 +133,12 @@ class CausalAttention(nn.Module):
         """Query, key and value [batch, tokens, heads, head_dim]."""
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return query, key, value
+
+    def turned(self, *states: Tensor, first: int) -> tuple[Tensor, ...]:
+        """Queries and keys, turned if positions are rotary; `first` tokens were read before."""
+        if self.base is None:
+            return states
+        return rotate(*states, position=token_places(states[0], first), base=self.base)
 
     def forward(
         self, hidden: Tensor, first: int = 0, state: Any = None, keep_state: bool = False
@@ -165,16 +175,14 @@ class CausalWindow(CausalAttention):
         bias: bool = False,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        rotary = base if position == "rotary" else None
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=rotary)
         if position not in POSITIONS:
             raise ValueError(f"position={position!r}: choose from {', '.join(POSITIONS)}")
-        if position == "rotary" and (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
         self.left = _check_left(left)
         self.dilation = check_dilation(dilation, heads)
-        self.rotary = position == "rotary"
         self.relative = RelativePositions(dim, heads, clamp) if position == "relative" else None
-        self.base, self.norm_keys, self.backend = base, norm_keys, backend
+        self.norm_keys, self.backend = norm_keys, backend
 
     def set_window(self, left: int) -> None:
         """Another window from now on, as staged training wants it; nothing learned depends on
@@ -200,8 +208,7 @@ class CausalWindow(CausalAttention):
         query, key, value = self.project(hidden)
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
-        if self.rotary:
-            query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        query, key = self.turned(query, key, first=first)
         if isinstance(state, Ring):
             return Attended(self._write_on(query, state, state.put(first, key, value)), state)
         known = Cache.join(state, key, value)
@@ -258,10 +265,8 @@ class CausalFull(CausalAttention):
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias)
-        if (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
-        self.base, self.norm_keys = base, norm_keys
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
+        self.norm_keys = norm_keys
 
     def forward(
         self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
@@ -269,7 +274,7 @@ class CausalFull(CausalAttention):
         query, key, value = self.project(hidden)
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
-        query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        query, key = self.turned(query, key, first=first)
         known = Cache.join(state, key, value)
         if state is None:
             out = scaled_dot_product_attention(

@@ -2,13 +2,11 @@
 
 from torch import Tensor
 
-from longspan.layers.document import DocumentAttention
-from longspan.layers.observing import BankCentroids, Observing
+from longspan.layers.observing import BankCentroids, ObservingDocument
 from longspan.ops.clustered import clustered_attention
-from longspan.ops.window import Visibility
 
 
-class ClusterformerAttention(Observing, DocumentAttention):
+class ClusterformerAttention(ObservingDocument):
     """Tokens are sorted by the centroid that their hidden state is nearest to, in all heads alike,
     and cut into chunks, within which they see each other. Centroids come from k-means over a bank
     of hidden states, see `BankCentroids`; before the first k-means order is that of positions, so
@@ -47,17 +45,6 @@ class ClusterformerAttention(Observing, DocumentAttention):
     def clusters(self, hidden: Tensor) -> Tensor:
         """[batch, tokens, 1, 1]: the cluster of each token."""
         return self.centroids(hidden[:, :, None])[..., None]
-
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        seen: Visibility | None = None,
-        positions: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        self.note(hidden, None if seen is None else seen.valid())
-        return super().forward(hidden, seen=seen, positions=positions, position_ids=position_ids)
 
     def attend(
         self,

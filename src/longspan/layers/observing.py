@@ -1,10 +1,12 @@
 """Layers that keep more than weights: centroids that follow the tokens of training.
 
 A call changes nothing that another call reads. While training, a layer notes the hidden states it
-was given; `refresh(model)`, called once after every step of the optimiser, as the training loop
-does, lets it take in those of its last call. So a call may be repeated (by gradient checkpointing,
-say) and gives the same, and all that was taken in stands in buffers, saved with the weights: a run
-that goes on from a checkpoint goes on to the same numbers.
+was given, those of its last call: so a call may be repeated (by gradient checkpointing, say) and
+counts once. `end_part(model)`, called after the backward pass of every part of a batch, lays them
+by; `refresh(model)`, called once after every step of the optimiser, lets layers take in those of
+all parts. The training loop does both; without parts, `refresh` is enough. All that was taken in
+stands in buffers, saved with the weights, and between steps nothing else is left: a run that goes
+on from a checkpoint goes on to the same numbers.
 """
 
 import torch
@@ -12,7 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from longspan.layers.document import DocumentAttention
 from longspan.ops.centroids import nearest, spherical_kmeans, sums_of
+from longspan.ops.window import Visibility
+
+
+def end_part(model: nn.Module) -> None:
+    """Let the layers of a model lay by what they saw; to be called after each part of a batch."""
+    for module in model.modules():
+        if isinstance(module, Observing):
+            module.end_part()
 
 
 def refresh(model: nn.Module) -> None:
@@ -26,6 +37,7 @@ class Observing(nn.Module):
     """Mixed into a layer: it calls `note` with what it is given, and has `take_in`."""
 
     _noted: tuple[Tensor, Tensor | None] | None = None
+    _parts: tuple[Tensor, ...] = ()  # of the step: states [any number, dim]
 
     def note(self, hidden: Tensor, valid: Tensor | None = None) -> None:
         """[batch, tokens, dim] and which of these are no padding; nothing outside training."""
@@ -36,19 +48,39 @@ class Observing(nn.Module):
         """Change buffers by hidden states [any number, dim]."""
         raise NotImplementedError
 
+    def end_part(self) -> None:
+        if self._noted is not None:
+            hidden, valid = self._noted
+            states = hidden.flatten(0, 1) if valid is None else hidden[valid]
+            self._noted, self._parts = None, (*self._parts, states)
+
     @torch.no_grad()
     def refresh(self) -> None:
-        if self._noted is None:
+        self.end_part()
+        if not self._parts:
             return
-        hidden, valid = self._noted
-        self._noted = None
-        states = hidden.flatten(0, 1) if valid is None else hidden[valid]
+        states, self._parts = torch.cat(self._parts), ()
         if states.shape[0] > 0:
             self.take_in(states)
         if dist.is_available() and dist.is_initialized():
             for module in self.modules():
                 if isinstance(module, Centroids):  # those of the main process, for all
                     dist.broadcast(module.directions, 0)
+
+
+class ObservingDocument(Observing, DocumentAttention):
+    """An encoder's layer that notes its input, but for padding."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        seen: Visibility | None = None,
+        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        self.note(hidden, None if seen is None else seen.valid())
+        return super().forward(hidden, seen=seen, positions=positions, position_ids=position_ids)
 
 
 class Centroids(nn.Module):

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from longspan.layers.causal import Attended, CausalAttention, token_places
+from longspan.layers.causal import Attended, CausalAttention
 from longspan.layers.document import DocumentAttention
-from longspan.layers.position import rotate
 from longspan.ops.linear import (
     KERNELS,
     Sums,
@@ -135,12 +134,11 @@ class CausalPerformer(CausalAttention):
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        rotary = base if position == "rotary" else None
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=rotary)
         if position not in ("rotary", "none"):
             raise ValueError(f"position={position!r}: choose from rotary, none")
-        if position == "rotary" and (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
-        self.kernel, self.rotary, self.base = kernel, position == "rotary", base
+        self.kernel = kernel
         self.features = RandomFeatures(
             features, dim // heads, kernel=kernel, orthogonal=orthogonal, fresh=fresh
         )
@@ -154,8 +152,7 @@ class CausalPerformer(CausalAttention):
                 "of the old ones: train without state, or with fresh=False"
             )
         query, key, value = self.project(hidden)
-        if self.rotary:
-            query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        query, key = self.turned(query, key, first=first)
         out, after = causal_linear_attention(
             *(query, key, value), self.features(), kernel=self.kernel, before=state
         )

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from longspan.layers.causal import Attended, CausalAttention, token_places
+from longspan.layers.causal import Attended, CausalAttention
 from longspan.layers.document import DocumentAttention
-from longspan.layers.position import rotate
 from longspan.ops.centroids import nearest
 from longspan.ops.clustered import clustered_attention
 
@@ -152,12 +151,10 @@ class CausalReformer(CausalAttention):
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias, shared=True)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, shared=True, base=base)
         if reach < 1:
             raise ValueError(f"reach={reach} must be at least 1 token")
-        if (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
-        self.reach, self.base = reach, base
+        self.reach = reach
         self.hashes = Hashes(heads, dim // heads, buckets=buckets, rounds=rounds, fresh=fresh)
 
     def clusters(self, points: Tensor) -> Tensor:
@@ -177,7 +174,7 @@ class CausalReformer(CausalAttention):
             )
         shared, value = self.qkv(hidden).unflatten(-1, (2, self.heads, -1)).unbind(2)
         clusters = self.clusters(shared)
-        (query,) = rotate(shared, position=token_places(hidden, first), base=self.base)
+        (query,) = self.turned(shared, first=first)
         known = ClusterCache.join(state, unit(query), value, clusters)
         out = clustered_attention(
             query,

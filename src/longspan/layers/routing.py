@@ -4,17 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from longspan.layers.causal import Attended, CausalAttention, token_places
-from longspan.layers.document import DocumentAttention
-from longspan.layers.observing import Observing, OnlineCentroids
-from longspan.layers.position import rotate
+from longspan.layers.causal import Attended, CausalAttention
+from longspan.layers.observing import Observing, ObservingDocument, OnlineCentroids
 from longspan.layers.reformer import ClusterCache, unit
 from longspan.ops.centroids import strongest
 from longspan.ops.clustered import clustered_attention, routed_attention
-from longspan.ops.window import Visibility
 
 
-class RoutingAttention(Observing, DocumentAttention):
+class RoutingAttention(ObservingDocument):
     """Queries are their own keys, scaled to one length. Each centroid takes the `size` tokens that
     are nearest to it, and these see each other, themselves only if they are alone. A token that
     several take gets the mean, one that none takes gets nothing from this layer. Global tokens
@@ -50,17 +47,6 @@ class RoutingAttention(Observing, DocumentAttention):
     def clusters(self, points: Tensor, valid: Tensor | None) -> Tensor:
         """[batch, clusters, heads, size]: the tokens that each centroid takes."""
         return strongest(points, self.centroids.directions, self.size, valid)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        seen: Visibility | None = None,
-        positions: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        self.note(hidden, None if seen is None else seen.valid())
-        return super().forward(hidden, seen=seen, positions=positions, position_ids=position_ids)
 
     def attend(
         self,
@@ -110,14 +96,12 @@ class CausalRouting(Observing, CausalAttention):
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias, shared=True)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, shared=True, base=base)
         if size < 1:
             raise ValueError(f"size={size} must be at least 1 token")
         if commitment < 0:
             raise ValueError(f"commitment={commitment} must not be negative")
-        if (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
-        self.size, self.commitment, self.base = size, commitment, base
+        self.size, self.commitment = size, commitment
         self.centroids = OnlineCentroids(heads, clusters, dim // heads, decay=decay)
 
     def take_in(self, states: Tensor) -> None:
@@ -137,7 +121,7 @@ class CausalRouting(Observing, CausalAttention):
         shared, value = self.qkv(hidden).unflatten(-1, (2, self.heads, -1)).unbind(2)
         shared = unit(shared)
         clusters = self.clusters(shared)
-        (query,) = rotate(shared, position=token_places(hidden, first), base=self.base)
+        (query,) = self.turned(shared, first=first)
         known = ClusterCache.join(state, query, value, clusters)
         out = clustered_attention(
             query,

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longspan.layers.causal import Attended, Cache, CausalAttention, token_places
-from longspan.layers.position import rotate
+from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.ops.listed import listed_attention
 from longspan.ops.relative import banded_attention
 from longspan.ops.window import window_attention
@@ -43,7 +42,7 @@ class SparseAttention(CausalAttention):
         bias: bool = False,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
         if pattern not in PATTERNS:
             raise ValueError(f"pattern={pattern!r} is unknown; choose from {', '.join(PATTERNS)}")
         if stride < 1:
@@ -52,16 +51,14 @@ class SparseAttention(CausalAttention):
             raise ValueError("the strided pattern needs two heads: one sees near, one far")
         if pattern == "fixed" and not 1 <= summary <= stride:
             raise ValueError(f"summary={summary} must be from 1 to stride={stride}")
-        if (dim // heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
         self.stride, self.pattern, self.summary = stride, pattern, summary
-        self.base, self.backend = base, backend
+        self.backend = backend
 
     def forward(
         self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
     ) -> Attended:
         query, key, value = self.project(hidden)
-        query, key = rotate(query, key, position=token_places(hidden, first), base=self.base)
+        query, key = self.turned(query, key, first=first)
         known = Cache.join(state, key, value)
         attend = self._strided if self.pattern == "strided" else self._fixed
         out = attend(query, *known).flatten(2)

@@ -37,6 +37,8 @@ DECODERS = (
 )
 # Those that are of the order n * sqrt(n), as published.
 ROOT = ("sparse-strided", "sparse-fixed", "routing", "causal-routing")
+# Ours in the setting of a public implementation, to be compared with it alone.
+MATCHED = ("routing-matched",)
 # Public implementations, see `rivals`; measured where they are installed.
 ENCODER_RIVALS = (
     *("performer-pytorch", "linformer-package", "transformers-bigbird"),
@@ -63,7 +65,7 @@ def suite(
         for n in known
         if lengths is None or n in lengths
         for causal, contenders in (
-            (False, ENCODERS + ENCODER_RIVALS),
+            (False, ENCODERS + MATCHED + ENCODER_RIVALS),
             (True, DECODERS + DECODER_RIVALS),
         )
     ]

@@ -34,8 +34,15 @@ def _reformer(case: FamilyCase) -> dict[str, Any]:
 
 
 def _routing(case: FamilyCase) -> dict[str, Any]:
-    size = case.reach // 2
-    return {"kind": "routing", "clusters": max(1, case.tokens // size), "size": size}
+    """As published: of the order n * sqrt(n)."""
+    return {"kind": "routing", "clusters": _root(case), "size": -(-case.tokens // _root(case))}
+
+
+def _routing_matched(case: FamilyCase) -> dict[str, Any]:
+    """As its rival has it: clusters of one size, so that their number grows with the text, and
+    with it the time to find the nearest."""
+    size = min(case.tokens, case.reach // 2)
+    return {"kind": "routing", "clusters": case.tokens // size, "size": size}
 
 
 # What is computed again in the backward pass asks for the generator's state, random blocks are
@@ -69,6 +76,7 @@ MECHANISMS = {
     ),
     "reformer": Mechanism("Reformer", _reformer, waits=True),
     "routing": Mechanism("Routing", _routing, waits=True),
+    "routing-matched": Mechanism("Routing, as its rival", _routing_matched, waits=True),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(

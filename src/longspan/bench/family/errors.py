@@ -1,13 +1,17 @@
 """How far mechanisms are from exact softmax attention with the same queries, keys and values.
 
 The error of a layer's output, relative to that of dense attention, by what the mechanism may look
-at for a token: keys of a window, in blocks or pooled, or features. Weights are random. Documents
-are of two kinds: of tokens that have nothing to do with each other, and of tokens that resemble
-their neighbours, as words do. Computed in float64 on the CPU, whatever is timed.
+at for a token: keys of a window, in blocks, chunks or clusters, pooled, or features. Weights are
+random. Documents are of two kinds: of tokens that have nothing to do with each other, and of tokens
+that resemble their neighbours, as words do. Computed in float64 on the CPU, whatever is timed.
 
-Poolingformer adds a second attention to the first, and so estimates no softmax attention.
+Where queries are their own keys (Reformer, Routing), so they are in the dense attention, of unit
+length where the layer's are, and tokens do not see themselves. Centroids come from the document.
+Poolingformer adds a second attention to the first, and Funnel returns fewer tokens: they estimate
+no softmax attention over the document.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from longspan.bench.family.rivals import ROUNDS
+from longspan.layers.observing import refresh
+from longspan.layers.reformer import unit
 from longspan.layers.registry import build_attention
 
 HIDDEN, HEADS = 64, 2
@@ -30,6 +37,12 @@ class Error(NamedTuple):
     error: float  # of the Frobenius norm of the exact output
 
 
+def _spans(budget: int, n: int) -> dict[str, Any]:
+    """As many spans of each length as the budget has room for, with both sides of a token."""
+    fits = (near for near in range(n, 1, -1) if 2 * near * (math.log2(n / near) + 1) <= budget)
+    return {"kind": "bp", "near": next(fits, 1)}
+
+
 # By contender: what to ask of the layer, for a budget and a length.
 APPROXIMATE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "window": lambda budget, n: {"window": budget, "global_tokens": False},
@@ -43,6 +56,27 @@ APPROXIMATE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "performer": lambda budget, n: {"kind": "performer", "features": budget},
     # Three blocks near, three at random, two global.
     "bigbird": lambda budget, n: {"kind": "bigbird", "block": max(1, budget // 8)},
+    "blockwise": lambda budget, n: {"kind": "blockwise", "block": budget},
+    "bp": _spans,
+    "clusterformer": lambda budget, n: {
+        "kind": "clusterformer",
+        "chunk": budget,
+        "clusters": max(1, n // budget),
+        "bank": n,
+        "every": 1,
+    },
+    # In every round its chunk and the one before it.
+    "reformer": lambda budget, n: {
+        "kind": "reformer",
+        "rounds": ROUNDS,
+        "chunk": max(1, budget // (2 * ROUNDS)),
+        "buckets": max(2, n // budget * 2 * ROUNDS),
+    },
+    "routing": lambda budget, n: {
+        "kind": "routing",
+        "clusters": max(1, n // budget),
+        "size": budget,
+    },
 }
 
 
@@ -69,13 +103,29 @@ def relative_error(setting: dict[str, Any], tokens: int, kept: float, seed: int)
     """Of one layer with random weights on one random document."""
     torch.manual_seed(seed)
     hidden = _document(tokens, kept)
-    layer: Any = build_attention(HIDDEN, HEADS, setting, bias=False).double().eval()
+    layer: Any = build_attention(HIDDEN, HEADS, setting, bias=False).double()
     # Entries of variance 1, so that scores have it too.
     layer.qkv.weight.normal_(std=HIDDEN**-0.5)
-    heads = layer.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)
-    exact = scaled_dot_product_attention(*(one.transpose(1, 2) for one in heads))
-    exact = exact.transpose(1, 2).flatten(2)
-    return float((layer(hidden) - exact).norm() / exact.norm())
+    layer.train()(hidden)
+    refresh(layer)
+    exact = _exact(layer.qkv(hidden), setting.get("kind"))
+    return float((layer.eval()(hidden) - exact).norm() / exact.norm())
+
+
+def _exact(projected: Tensor, kind: str | None) -> Tensor:
+    """Dense softmax attention with the queries, keys and values that a layer of this kind has."""
+    *asked, value = projected.unflatten(-1, (-1, HEADS, HIDDEN // HEADS)).unbind(2)
+    query, key = asked if len(asked) == 2 else (asked[0], unit(asked[0]))
+    scale, seen = query.shape[-1] ** -0.5, None
+    if kind == "reformer":
+        scale = 1.0
+    elif kind == "routing":
+        query, scale = key, 1.0 / scale
+    if len(asked) == 1:
+        seen = ~torch.eye(value.shape[1], dtype=torch.bool)
+    heads = (one.transpose(1, 2) for one in (query, key, value))
+    exact = scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale)
+    return exact.transpose(1, 2).flatten(2)
 
 
 def _document(tokens: int, kept: float) -> Tensor:

@@ -164,5 +164,7 @@ RIVALS = {
     "transformers-reformer": Rival(
         "transformers Reformer", "reformer", "transformers", _transformers_reformer
     ),
-    "routing-transformer": Rival("routing-transformer", "routing", "routing_transformer", _routing),
+    "routing-transformer": Rival(
+        "routing-transformer", "routing-matched", "routing_transformer", _routing
+    ),
 }

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from longspan.bench.benchmark import PASSES
 from longspan.bench.drawing import spoken
-from longspan.bench.family.cases import DECODER_RIVALS, DECODERS, ENCODER_RIVALS, ENCODERS
+from longspan.bench.family.cases import DECODER_RIVALS, DECODERS, ENCODER_RIVALS, ENCODERS, MATCHED
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.report import make_table, refusal
 from longspan.bench.store import Results
@@ -14,7 +14,7 @@ from longspan.bench.store import Results
 
 def tables(results: Results) -> Iterator[Table]:
     for causal, names in (
-        (False, ENCODERS + ENCODER_RIVALS),
+        (False, ENCODERS + MATCHED + ENCODER_RIVALS),
         (True, DECODERS + DECODER_RIVALS),
     ):
         cases = sorted(

@@ -20,7 +20,6 @@ from longspan.bench.benchmark import Contenders, Pass, Workload, our_backend
 from longspan.bench.flex import block_mask
 from longspan.bench.lm.cases import LMCase
 from longspan.layers.causal import Attended, CausalWindow
-from longspan.layers.position import rotate
 from longspan.train.optim import build_optimizers, set_learning_rate
 from longspan.train.recipe import Optimizer
 
@@ -147,8 +146,7 @@ class FlexWindow(CausalWindow):
 
         query, key, value = self.project(hidden)
         query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
-        place = torch.arange(hidden.shape[1], device=hidden.device, dtype=torch.float64)[None]
-        query, key = rotate(query, key, position=place, base=self.base)
+        query, key = self.turned(query, key, first=first)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         out: Any = flex_attention(query, key, value, block_mask=self.mask)
         return Attended(out.transpose(1, 2).flatten(2))
