@@ -7,7 +7,7 @@ import torch
 from layers.family import DECODERS, DIM, ENCODERS, HEADS
 
 import longspan
-from longspan.layers.observing import Observing, refresh
+from longspan.layers.observing import Observing, end_part, refresh
 from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
 
 
@@ -89,6 +89,32 @@ def test_layers_do_take_something_in(build, kind):
     own = [name for name in before if name.endswith("directions")]
     assert len(own) == 2
     assert not any(torch.equal(before[name], model.get_buffer(name)) for name in own)
+
+
+@every_model
+def test_parts_of_a_batch_are_taken_in_together(build, kind):
+    """A step in two parts is the step in one, and nothing of it is left for the next."""
+    ids = torch.randint(3, 30, (4, 25), generator=torch.Generator().manual_seed(1))
+    found = []
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        model = build(kind).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            elif isinstance(module, Observing):
+                module.dropout = 0.0
+        for number in range(4):
+            torch.manual_seed(number)
+            for part in ids.chunk(parts):
+                model(part)
+                end_part(model)
+            refresh(model)
+            refresh(model)  # there is nothing more to take in
+        found.append(dict(model.named_buffers()))
+    steps = [int(buffer) for name, buffer in found[1].items() if name.endswith("steps")]
+    assert steps == [4, 4]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
 
 
 @every_model

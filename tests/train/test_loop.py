@@ -171,10 +171,11 @@ def test_it_learns(tmp_path):
     assert found["bits_per_character"] < 2.5
 
 
-def test_parts_add_up_to_the_batch(tmp_path):
-    """One step in two parts is the step in one."""
+@pytest.mark.parametrize("kind", ["window", "routing"])
+def test_parts_add_up_to_the_batch(kind, tmp_path):
+    """One step in two parts is the step in one, also in what layers take in."""
     for parts in (1, 2):
-        made = recipe("window", steps=1, **{"accumulate": parts, "model.hidden_dropout_prob": 0.0})
+        made = recipe(kind, steps=1, **{"accumulate": parts, "model.hidden_dropout_prob": 0.0})
         made = replace(made, phases=made.phases[:1])
         go(made, tmp_path / str(parts))
     one, two = (weights(tmp_path / name) for name in "12")

@@ -71,6 +71,49 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
         taken.append(tried[best][2])
 
 
+def label_column(axes: Axes, ends: Sequence[End]) -> None:
+    """Write the names below each other at the right, in the order of the ends and joined to them:
+    for many lines that end close together. The layout must be final by then."""
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    points = 72 / figure.dpi
+    ends = sorted(ends, key=lambda end: end.y)
+    at = axes.transData.transform([(end.x, end.y) for end in ends]) * points
+    column = at[:, 0].max() + 20
+    size = 8.0
+    for end, (x, y), place in zip(ends, at, _spread(at[:, 1], 1.25 * size), strict=True):
+        axes.annotate(
+            end.name,
+            (end.x, end.y),
+            xytext=(column - x, place - y),
+            textcoords="offset points",
+            va="center",
+            size=size,
+            color=end.colour,
+            weight="bold" if end.bold else "normal",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": end.colour,
+                "linewidth": 0.7,
+                "shrinkA": 0,
+                "shrinkB": 3,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def _spread(places: np.ndarray, gap: float) -> np.ndarray:
+    """Ascending places moved apart by at least `gap`, as little as possible."""
+    count = len(places)
+    wanted = places - gap * np.arange(count)  # now they need not be apart, only in order
+    moved = [
+        max(min(wanted[a : b + 1].mean() for b in range(i, count)) for a in range(i + 1))
+        for i in range(count)
+    ]
+    return np.array(moved) + gap * np.arange(count)
+
+
 def _inked(axes: Axes) -> np.ndarray:
     """Points along every line drawn so far, [points, 2] in pixels."""
     points = [np.empty((0, 2))]

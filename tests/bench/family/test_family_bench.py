@@ -6,6 +6,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from bench.made_up import make_results, pick
@@ -17,6 +18,7 @@ from longspan.bench.family.cases import (
     DECODERS,
     ENCODER_RIVALS,
     ENCODERS,
+    MATCHED,
     FamilyCase,
 )
 from longspan.bench.family.claims import claims
@@ -24,6 +26,7 @@ from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.family.errors import APPROXIMATE, measure_errors, relative_error
 from longspan.bench.family.figure import draw
 from longspan.bench.family.rivals import RIVALS
+from longspan.bench.labels import _spread
 from longspan.bench.report import show
 from longspan.bench.store import Results
 from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
@@ -55,6 +58,7 @@ def test_no_mechanism_is_left_out() -> None:
     missing = [kind for kind in CAUSAL_ATTENTION if kind not in spoken]
     assert missing == ["full", "xl", "compressive"]  # dense; and those of bench lm's studies
     assert {*ENCODER_RIVALS, *DECODER_RIVALS} == set(RIVALS)
+    assert {rival.ours for rival in RIVALS.values()} <= {*ENCODERS, *DECODERS, *MATCHED}
 
 
 def test_what_is_not_installed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +98,21 @@ def test_the_worst_length_beside_a_rival_counts() -> None:
     assert not worst.met
 
 
+def test_names_are_moved_apart() -> None:
+    given = np.array([0.0, 1.0, 1.5, 40.0])
+    moved = _spread(given, 10.0)
+    assert np.diff(moved).min() >= 10.0 - 1e-9
+    assert moved[-1] == 40.0
+    assert moved[:3].mean() == pytest.approx(given[:3].mean())
+
+
 def test_errors_vanish_where_nothing_is_left_out() -> None:
     """A window over all, a key for each token: that is softmax attention itself."""
-    for name in ("window", "linformer"):
-        budget = 128 if name == "window" else 64
-        assert relative_error(APPROXIMATE[name](budget, 64), 64, 0.0, 0) < 1e-12
+    whole = {"window": 128, "linformer": 64, "blockwise": 64, "bp": 128}
+    whole |= {"clusterformer": 64, "reformer": 512, "routing": 64}
+    assert {*whole, "performer", "bigbird"} == set(APPROXIMATE)
+    for name, budget in whole.items():
+        assert relative_error(APPROXIMATE[name](budget, 64), 64, 0.0, 0) < 1e-12, name
     few, many = (relative_error(APPROXIMATE["performer"](m, 64), 64, 0.97, 0) for m in (8, 4096))
     assert many < few / 3
 
@@ -107,7 +121,7 @@ def test_errors_by_budget() -> None:
     found = measure_errors(quick=True)["errors"]
     assert {one["mechanism"] for one in found} == set(APPROXIMATE)
     assert set(APPROXIMATE) <= set(CONTENDERS)
-    for name in ("window", "linformer", "bigbird"):
+    for name in set(APPROXIMATE) - {"performer"}:
         own = [e["error"] for e in found if (e["mechanism"], e["documents"]) == (name, "unrelated")]
         assert len(own) == 5
         assert own[-1] < own[0]

@@ -9,7 +9,7 @@ from longspan.bench import drawing
 from longspan.bench.benchmark import OUT_OF_MEMORY
 from longspan.bench.family.cases import DECODERS, ENCODERS
 from longspan.bench.family.contenders import CONTENDERS
-from longspan.bench.labels import End, label_ends
+from longspan.bench.labels import End, label_column
 from longspan.bench.store import Results
 
 # By label, so that what is for encoders and for decoders looks the same in both.
@@ -46,8 +46,8 @@ def _errors(results: Results) -> Figure | None:
     kinds = list(dict.fromkeys(one["documents"] for one in found))
     if not kinds:
         return None
-    figure = Figure(figsize=(9.6, 3.2))
-    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(9.6, 3.8))
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     all_ends = []
     for axes, documents in zip(panels, kinds, strict=True):
         own = [one for one in found if one["documents"] == documents]
@@ -66,10 +66,10 @@ def _errors(results: Results) -> Figure | None:
         drawing.length_axis(axes, sorted({one["budget"] for one in own}))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0%}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
     figure.tight_layout(w_pad=3.0)
     for axes, ends in zip(panels, all_ends, strict=True):
-        label_ends(axes, ends)
+        label_column(axes, ends)
     return figure
 
 
@@ -113,7 +113,7 @@ def _figure(results: Results) -> Figure | None:
                 drawing.memory_axis(axes)
     figure.tight_layout(w_pad=3.0)
     for axes, its_ends in zip(panels.flatten(), ends, strict=True):
-        label_ends(axes, its_ends)
+        label_column(axes, its_ends)
     size = next(case for case, _, _ in results.points)
     drawing.footer(figure, results, f"{size.heads} heads of {size.hidden // size.heads}")
     return figure
