@@ -120,8 +120,7 @@ def model(**changes) -> Any:
         num_attention_heads=HEADS,
         intermediate_size=32,
         max_position_embeddings=66,
-        attention=REFORMER,
-        **{"norm_first": True, "reversible": True, **changes},
+        **{"attention": REFORMER, "norm_first": True, "reversible": True, **changes},
     )
     return longspan.LongspanForMaskedLM(config)
 
@@ -146,5 +145,7 @@ def test_a_model_learns_and_is_saved(tmp_path):
 def test_what_cannot_be_is_named():
     with pytest.raises(ValueError, match="needs norm_first=True"):
         model(norm_first=False)
+    with pytest.raises(ValueError, match="layer 0 makes documents shorter"):
+        model(attention={"kind": "funnel", "stride": 2})
     with pytest.raises(ValueError, match="without output_hidden_states"):
         model()(torch.ones(1, 5, dtype=torch.long), output_hidden_states=True)
