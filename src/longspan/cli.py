@@ -100,7 +100,8 @@ def convert(
     mBART; a Longformer or LED comes over as it is. Weights, head, labels and tokenizer are kept,
     learned positions are repeated. The report says how far the outputs of the two models are apart
     on input that fits the window; there they should be equal but for rounding. With int8 weights
-    a second one says how far these move hidden states and embeddings.
+    a second one says how far these move hidden states and embeddings; the source may then be a
+    model that longspan has made.
 
     [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
     """

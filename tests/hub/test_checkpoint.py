@@ -102,6 +102,21 @@ def test_the_cost_is_that_of_rounding(bert: Path, tmp_path: Path) -> None:
     assert made.megabytes[1] < made.megabytes[0]
 
 
+def test_int8_of_a_model_that_is_long_already(bert: Path, tmp_path: Path) -> None:
+    from longspan.hub.checkpoint import convert_checkpoint
+
+    long, small = tmp_path / "long", tmp_path / "small"
+    convert_checkpoint(bert, long, window=32)
+    with pytest.raises(ValueError, match="is long already"):
+        convert_checkpoint(long, small, window=16, int8=True)
+    made = convert_checkpoint(long, small, int8=True)
+    assert made.parity == []
+    assert made.positions[0] == made.positions[1]
+    assert made.megabytes is not None
+    assert made.megabytes[1] < made.megabytes[0]
+    assert longspan.LongspanModel.from_pretrained(small).config.quantize == "int8"
+
+
 def test_int8_is_for_encoders(tmp_path: Path) -> None:
     import transformers
 

@@ -1,6 +1,7 @@
 """A checkpoint on disk made long: weights, tokenizer, and a report of how equal the two are."""
 
 import copy
+import json
 import os
 import shutil
 import tempfile
@@ -13,10 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from longspan import models
 from longspan.hub import seq2seq
 from longspan.hub.convert import convert, load
 from longspan.hub.rounding import MOST_TOKENS, Rounding, compare
-from longspan.models import LongspanPreTrainedModel, LongspanSeq2SeqConfig, quantize
+from longspan.models import (
+    LongspanConfig,
+    LongspanPreTrainedModel,
+    LongspanSeq2SeqConfig,
+    quantize,
+)
 
 
 @dataclass(frozen=True)
@@ -57,17 +64,21 @@ def convert_checkpoint(
 ) -> Conversion:
     """`convert`, from a folder or hub name to a folder, with the tokenizer and a parity report.
 
-    With `int8` the weights are then quantized, with a report of what that costs. The folder
-    appears only when everything is in it.
+    With `int8` the weights are then quantized, with a report of what that costs; then the source
+    may be one of longspan's own. The folder appears only when everything is in it.
     """
     destination = Path(destination)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists already; give a folder that does not")
-    theirs = load(source)
-    ours = convert(theirs, max_length=max_length, window=window)
+    own = _own(source) if int8 else None
+    theirs = load(source) if own is None else own
+    long = own is not None
+    if long and (max_length is not None or window is not None):
+        raise ValueError(f"{source} is long already: its positions and windows stay as they are")
+    ours = own or convert(theirs, max_length=max_length, window=window)
     tokenizer, notes = _tokenizer(source, ours)
-    reports = parity(theirs, ours, tokenizer=tokenizer, texts=texts)
-    saved, rounding = ours, []
+    reports = [] if long else parity(theirs, ours, tokenizer=tokenizer, texts=texts)
+    saved, rounding, size = ours, [], _megabytes(ours)
     if int8:
         saved = quantize(ours)
         most = min(ours.config.longest or MOST_TOKENS, MOST_TOKENS)
@@ -95,8 +106,19 @@ def convert_checkpoint(
         parity=reports,
         notes=notes,
         rounding=rounding,
-        megabytes=(_megabytes(ours), _megabytes(saved)) if int8 else None,
+        megabytes=(size, _megabytes(saved)) if int8 else None,
     )
+
+
+def _own(source: str | Path) -> LongspanPreTrainedModel | None:
+    """The encoder of longspan's in a folder, None if it holds another's."""
+    path = Path(source) / "config.json"
+    if not path.exists():
+        return None
+    known = json.loads(path.read_text(encoding="utf8"))
+    if known.get("model_type") != LongspanConfig.model_type:
+        return None
+    return getattr(models, known["architectures"][0]).from_pretrained(source)
 
 
 @torch.no_grad()

@@ -13,6 +13,20 @@ def show(made: Conversion, console: Console) -> None:
         f"window {made.window:,}, {made.parameters / 1e6:.1f} M parameters",
         highlight=False,
     )
+    if made.parity:
+        console.print(_parity(made))
+    if made.megabytes is not None:
+        before, after = made.megabytes
+        console.print(
+            f"int8 weights: {before:,.1f} -> {after:,.1f} MB; embeddings are float32",
+            highlight=False,
+        )
+        console.print(_rounding(made))
+    for note in made.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True, highlight=False)
+
+
+def _parity(made: Conversion) -> Table:
     table = Table(title="Outputs of the two models, float32", title_justify="left")
     table.add_column("on")
     table.add_column("tokens", justify="right")
@@ -20,13 +34,7 @@ def show(made: Conversion, console: Console) -> None:
     table.add_column("largest output", justify="right")
     for row in made.parity:
         table.add_row(row.what, f"{row.tokens:,}", f"{row.largest:.1e}", f"{row.size:.3g}")
-    console.print(table)
-    if made.megabytes is not None:
-        before, after = made.megabytes
-        console.print(f"int8 weights: {before:,.1f} -> {after:,.1f} MB", highlight=False)
-        console.print(_rounding(made))
-    for note in made.notes:
-        console.print(f"note: {note}", style="yellow", soft_wrap=True, highlight=False)
+    return table
 
 
 def _rounding(made: Conversion) -> Table:
