@@ -12,11 +12,11 @@ from rich.table import Table
 
 from longspan import machine
 from longspan.analyze.figures import GREY
-from longspan.bench.drawing import look, save
+from longspan.bench.drawing import look, save, time_unit
 from longspan.bench.family.contenders import MECHANISMS
 from longspan.bench.family.figure import COLOURS
 from longspan.bench.labels import End, label_column
-from longspan.bench.report import parameter_count, make_table
+from longspan.bench.report import make_table, parameter_count
 from longspan.tasks.kinds import Study
 
 CITED = "Tay et al., Long Range Arena, ICLR 2021, Table 1"
@@ -135,13 +135,14 @@ def _draw_bars(axes: Axes, found: dict[str, Any]) -> None:
 
 
 def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
+    unit, seconds = time_unit(max(arm["curve"][-1][0] for arm in found["arms"]))
     ends = []
     for arm in found["arms"]:
-        x, y = zip(*((s / 60, 100 * value) for s, value in arm["curve"]), strict=True)
+        x, y = zip(*((s / seconds, 100 * value) for s, value in arm["curve"]), strict=True)
         colour = _colour(arm["kind"])
         axes.plot(x, y, marker="o", color=colour)
         ends.append(End(x[-1], y[-1], arm["kind"], colour))
-    axes.set(title=f"Validation {found['measure']}, %, while training", xlabel="minutes")
+    axes.set(title=f"Validation {found['measure']}, %, while training", xlabel=unit)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.3)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))

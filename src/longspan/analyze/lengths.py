@@ -13,7 +13,7 @@ from rich.table import Table
 from longspan import machine
 from longspan.analyze.figures import BLUE, GREY, ORANGE
 from longspan.bench.drawing import look, save
-from longspan.bench.report import parameter_count, make_table
+from longspan.bench.report import make_table, parameter_count
 from longspan.tasks.lengths import PAPER, Study
 
 _MEASURES = {
@@ -128,13 +128,14 @@ def _draw(axes: Axes, found: dict[str, Any], name: str) -> None:
     lead = 100 * found["lead"][name]["value"]
     axes.axhline(lead, color=GREY, linewidth=1.2, linestyle="--")
     axes.annotate(
-        f"first words, {lead:.2f}",
-        (len(arms) - 0.5, lead),
-        xytext=(-2, 3),
+        f"first words\n{lead:.2f}",
+        (len(arms) - 0.4, lead),
+        xytext=(3, 0),
         textcoords="offset points",
         color=GREY,
         fontsize=8,
-        ha="right",
+        va="center",
+        annotation_clip=False,
     )
     axes.set_xticks(range(len(arms)), [arm["name"] for arm in arms])
     axes.set_xlim(-0.6, len(arms) - 0.4)

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from longspan.bench import drawing
 from longspan.bench.labels import End, label_column
-from longspan.bench.report import parameter_count, make_table
+from longspan.bench.report import make_table, parameter_count
 
-# Okabe and Ito's palette and two more, which colour-blind readers can tell apart; further runs
-# have the same ones with other dashes.
+# Okabe and Ito's palette and more, the ones easiest to tell apart first; further runs have the
+# same ones with other dashes.
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
-    *("#555555", "#332288", "#882255"),
+    *("#555555", "#332288", "#882255", "#B5A642", "#8B5A2B", "#000000"),
 )
 _DASHES = ("-", (0, (3, 1)), (0, (1, 1)))
 _COLUMNS = (
@@ -109,10 +109,9 @@ def _curves(found: dict[str, Any]) -> Figure:
     """Bits per character while training: valid as a line, train as a shadow of it."""
     figure = Figure(figsize=(12.6, 3.9))
     panels = figure.subplots(1, 3)
-    longest = max(run["training_seconds"] for run in found["runs"])
-    spent = ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
+    spent, seconds = drawing.time_unit(max(run["training_seconds"] for run in found["runs"]))
     quantities = (
-        ("training_seconds", f"{spent[0]} of training", spent[1]),
+        ("training_seconds", f"{spent} of training", seconds),
         ("tokens", "characters read", 1.0),
         ("step", "steps", 1.0),
     )
