@@ -112,7 +112,8 @@ def test_many_runs_look_different(found):
 
 
 def test_the_first_context_tried_is_a_bound(found, tmp_path):
-    runs = [{**run, "recl": {"0.1": length}} for run, length in zip(found["runs"], (8, 16))]
+    ends = zip(found["runs"], (8, 16), strict=True)
+    runs = [{**run, "recl": {"0.1": length}} for run, length in ends]
     made = {**found, "runs": runs}
     assert {row[4] for row in rows(made)} == {"≤ 8", "16"}
     draw(made, tmp_path / "a")

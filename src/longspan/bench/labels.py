@@ -84,10 +84,8 @@ def label_column(axes: Axes, ends: Sequence[End]) -> None:
     column = at[:, 0].max() + 20
     size = 8.0
     frame = axes.get_window_extent()
-    bounds = (
-        frame.y0 * points + size / 2,
-        frame.y1 * points - size / 2,
-    )  # clear of the names of the ticks
+    # Not over the names of the ticks, nor over the title.
+    bounds = frame.y0 * points + size / 2, frame.y1 * points - size / 2
     places = _spread(at[:, 1], 1.25 * size, *bounds)
     for end, (x, y), place in zip(ends, at, places, strict=True):
         axes.annotate(
