@@ -82,6 +82,7 @@ def test_positions(text, tmp_path):
         (["study", "lra-list"], "did you mean lra-listops"),
         (["study", "lra-text"], "give --data"),
         (["study", "lra-text", "--only", "lstm", "--data", "x.csv"], "choose from window"),
+        (["study", "lra-listops", "--lengths", "5"], "are for the study of summaries"),
         (["study", "rival"], "did you mean rivals"),
         (["study", "rivals", "--only", "rival-lstm"], "choose from rival-longformer"),
         (["study", "windows", "--set", "nimutes=2"], "nimutes is unknown; did you mean minutes"),

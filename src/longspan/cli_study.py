@@ -119,6 +119,8 @@ def study(
             }
             chosen = {key: value for key, value in asked.items() if value is not None}
             chosen |= parse(setting or [])
+            if name != "summaries" and (answers is not None or lengths is not None):
+                raise ValueError("--answers and --lengths are for the study of summaries")
             if name == "positions":
                 _positions(chosen, folder, only, small)
             elif name == "summaries":

@@ -332,7 +332,7 @@ def test_a_wrong_setting_is_named(setting, message):
 
 
 def test_a_misspelt_option_is_named():
-    with pytest.raises(TypeError, match="memroy"):
+    with pytest.raises(ValueError, match="no option 'memroy'; did you mean memory"):
         build_causal_attention(DIM, HEADS, {"kind": "xl", "memroy": 4}, bias=False)
 
 

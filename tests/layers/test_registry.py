@@ -22,8 +22,11 @@ def test_a_setting_becomes_a_layer():
     ("setting", "error", "message"),
     [
         ({"kind": "telepathy"}, ValueError, "'telepathy' is unknown; choose from window"),
-        ({"window": 8, "colour": 1}, TypeError, "colour"),
-        ({}, TypeError, "window"),
+        ({"window": 8, "colour": 1}, ValueError, "has no option 'colour'; there are window"),
+        ({"window": 8, "dilaton": 2}, ValueError, "did you mean dilation"),
+        ({}, ValueError, "'window' needs window"),
+        ({"kind": "linformer"}, ValueError, "needs length and rank"),
+        ({"kind": "refomer"}, ValueError, "did you mean reformer"),
         ({"window": 7}, ValueError, "window=7 must be even"),
         ({"window": -2}, ValueError, "not negative"),
         ({"window": [1, 2, 3]}, TypeError, r"\(left, right\)"),

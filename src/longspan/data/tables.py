@@ -9,6 +9,7 @@ import csv
 import gzip
 import json
 import lzma
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class Row:
     def text(self, column: str) -> str:
         value = self.get(column)
         if not isinstance(value, str):
-            raise ValueError(f"{self.where}, column {column!r}: expected text, found {value!r:.60}")
+            shown = textwrap.shorten(repr(value), 60, placeholder=" ...")
+            raise ValueError(f"{self.where}, column {column!r}: expected text, found {shown}")
         return value
 
 

@@ -1,6 +1,8 @@
 """The attention layers by name. A new mechanism is one op, one layer and one line here."""
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from longspan.layers.adaptive_span import AdaptiveSpanAttention
@@ -91,9 +93,22 @@ def _build(
             why = f"is for encoders alone: {_NOT_CAUSAL[kind]}"
         elif kind in CAUSAL_ATTENTION:
             why = f"is for decoders alone: {_CAUSAL_ONLY}"
-        raise ValueError(f"attention kind {kind!r} {why}; choose from {', '.join(known)}")
-    try:
-        return known[kind](dim, heads, **options)
-    except TypeError as error:
-        # A misspelt or missing option surfaces as Python's own complaint about arguments.
-        raise TypeError(f"attention setting {dict(setting)!r}: {error}") from None
+        near = difflib.get_close_matches(kind, known, n=1) if why == "is unknown" else []
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        raise ValueError(f"attention kind {kind!r} {why}; {hint}")
+    _check_options(known[kind], kind, options)
+    return known[kind](dim, heads, **options)
+
+
+def _check_options(layer: Callable[..., Any], kind: str, options: Mapping[str, Any]) -> None:
+    """A misspelt or missing option is named, with those that there are."""
+    _, _, *taken = inspect.signature(layer).parameters.values()
+    names = [one.name for one in taken]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"attention kind {kind!r} has no option {name!r}; {hint}")
+    missing = [one.name for one in taken if one.default is one.empty and one.name not in options]
+    if missing:
+        raise ValueError(f"attention kind {kind!r} needs {' and '.join(missing)}")

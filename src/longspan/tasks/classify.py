@@ -20,7 +20,7 @@ from longspan.models import LongspanForSequenceClassification
 from longspan.tasks.base import DocumentReader, ExampleTask, check_measure, check_recipe
 from longspan.tasks.documents import reach, read_whole, token_ids
 from longspan.tasks.measures import label_measures
-from longspan.tasks.start import build_model, build_new, load_tokenizer
+from longspan.tasks.start import build_model, build_new, configure_new, load_tokenizer
 from longspan.tasks.vocabulary import make_tokenizer
 from longspan.train.finetuning import Finetuning, planned
 from longspan.train.task import Goal, Loss
@@ -103,6 +103,7 @@ class Classify(Classifier, ExampleTask):
         else:
             check_measure(recipe, MEASURES)
             tokenizer = make_tokenizer(recipe.model.new.vocabulary)
+            configure_new(recipe.model, recipe.attention, tokenizer)  # reading examples takes long
         super().__init__(recipe, tokenizer)
         self.skips = Skips()
         examples = read_examples(recipe.data, self._understand, self.skips)

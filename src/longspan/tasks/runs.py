@@ -32,10 +32,16 @@ def open_run(folder: Path, which: str = "best") -> Run:
         raise ValueError(
             f"{folder} holds no run: there is no recipe.json; `longspan train` makes one"
         )
+    recipe = loads(path.read_text(encoding="utf8"))
+    if "task" in recipe:
+        raise ValueError(
+            f"{folder} holds a run of {recipe['task']}, not of a language model; its scores are in "
+            "results.json, and `longspan predict` uses it"
+        )
     checkpoint = find(folder, which)
     if checkpoint is None:
         raise ValueError(f"{folder} has no checkpoint yet")
-    return Run(folder, from_dict(loads(path.read_text(encoding="utf8"))), checkpoint)
+    return Run(folder, from_dict(recipe), checkpoint)
 
 
 def load_model(folder: Path) -> LongspanForCausalLM:

@@ -129,9 +129,14 @@ def build_new(
     **settings: Any,
 ) -> Any:
     """A model of the class `head` that knows nothing yet, as `start.new` has it."""
+    return head(configure_new(start, attention, tokenizer, **settings))
+
+
+def configure_new(start: Start, attention: Any, tokenizer: Any, **settings: Any) -> LongspanConfig:
+    """What such a model is; an error names what cannot be."""
     assert start.new is not None
     offset = start.new.config.get("position_offset", LongspanConfig.position_offset)
-    config = LongspanConfig(
+    return LongspanConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=start.length + offset,
         attention=start.new.setting(attention),
@@ -143,7 +148,6 @@ def build_new(
         **{**({"classifier_pooling": start.pooling} if start.pooling else {}), **start.new.config},
         **settings,
     )
-    return head(config)
 
 
 def build_writer(

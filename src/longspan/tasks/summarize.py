@@ -53,9 +53,12 @@ class Teller(TextStreamer):
 
     def __init__(self, tokenizer: Any, say: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.say = say
+        self.say, self.said = say, False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.said = self.said or bool(text.strip())
+        if stream_end and not self.said:
+            text = "(nothing was written)"
         self.say(text + "\n" if stream_end else text)
 
 
