@@ -1,6 +1,7 @@
 """Runs side by side: the numbers are those of the runs, and all of them get drawn."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from rich.console import Console
 
 from longspan.analyze import runs as side_by_side
-from longspan.analyze.run_figures import draw, markdown, rows
+from longspan.analyze.run_figures import _looks, draw, markdown, rows
 from longspan.analyze.runs import Probe, measure
 from longspan.recipes import find
 from longspan.recipes.shrink import shrink
@@ -103,6 +104,31 @@ def test_it_is_drawn_and_tabulated(found, tmp_path):
     scores = [float(row[2]) for row in table]
     assert scores == sorted(scores)
     assert markdown(found).count("\n") == 2 + len(NAMES)
+
+
+def test_many_runs_look_different(found):
+    many = [{**found["runs"][0], "name": f"run-{place}"} for place in range(30)]
+    assert len(set(_looks({"runs": many}).values())) == 30
+
+
+def test_the_first_context_tried_is_a_bound(found, tmp_path):
+    ends = zip(found["runs"], (8, 16), strict=True)
+    runs = [{**run, "recl": {"0.1": length}} for run, length in ends]
+    made = {**found, "runs": runs}
+    assert {row[4] for row in rows(made)} == {"≤ 8", "16"}
+    draw(made, tmp_path / "a")
+    assert ">≤ 8<" in (tmp_path / "a-context.svg").read_text()
+    assert all(row[1].endswith("K") for row in rows(made))  # toys, which have no millions
+
+
+def test_toys_have_axes_of_whole_numbers(found, tmp_path):
+    draw(found, tmp_path / "a")
+    drawn = (tmp_path / "a-curves.svg").read_text()
+    assert "seconds of training" in drawn
+    ticks = drawn.split('id="axes_2"')[1].split('id="matplotlib.axis_4"')[0]
+    shown = [text.split("<")[0] for text in re.findall(r">([^<>]+)</text>", ticks)]
+    assert shown[-1] == "characters read"
+    assert all(text.isdecimal() for text in shown[:-1])
 
 
 def test_what_was_not_measured_is_not_drawn(runs, tmp_path):

@@ -8,6 +8,7 @@ from tasks.finetuned import QUIET, labelled, recipe
 
 import longspan
 from longspan.analyze.arena import describe, draw, margin, markdown, rows, table
+from longspan.bench.family.figure import COLOURS
 from longspan.recipes import FINETUNING
 from longspan.recipes.shrink import shrink_finetuning
 from longspan.tasks import kinds
@@ -107,7 +108,10 @@ def test_tables_and_figure(tmp_path):
     assert "Tay et al." in text
     assert "| poolingformer | 64.32 |" in text
     Console(quiet=True).print(table(found))
+    assert best[5].endswith("K")  # a toy, which has no millions
     assert [path.name for path in draw(found, tmp_path / "lra")] == ["lra.png", "lra.svg"]
+    drawn = (tmp_path / "lra.svg").read_text().lower()
+    assert all(COLOURS[name].lower() in drawn for name in ("window", "Poolingformer"))
 
 
 def test_what_cannot_be_chosen_is_named(tmp_path):

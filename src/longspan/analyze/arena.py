@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.table import Table
 
 from longspan import machine
-from longspan.analyze.figures import BLUE, GREY, ORANGE
-from longspan.bench.drawing import look, save
-from longspan.bench.labels import End, label_ends
-from longspan.bench.report import make_table
+from longspan.analyze.figures import GREY
+from longspan.bench.drawing import look, save, time_unit
+from longspan.bench.family.contenders import MECHANISMS
+from longspan.bench.family.figure import COLOURS
+from longspan.bench.labels import End, label_column
+from longspan.bench.report import make_table, parameter_count
 from longspan.tasks.kinds import Study
 
 CITED = "Tay et al., Long Range Arena, ICLR 2021, Table 1"
@@ -33,6 +35,8 @@ _COLUMNS = (
     *("attention", "test", "±", "valid", "published", "parameters", "updates", "minutes"),
     *("tokens/s", "peak MiB"),
 )
+# Seen on bars of every colour.
+_DIAMOND: Any = {"marker": "D", "color": "white", "markeredgecolor": "#222222", "markersize": 5}
 
 
 def describe(result: Study) -> dict[str, Any]:
@@ -60,7 +64,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 f"{100 * margin(arm['test'], found['examples']):.2f}",
                 f"{100 * arm['valid']:.2f}",
                 "" if published is None else f"{published:.2f}",
-                f"{arm['parameters'] / 1e6:.2f}M",
+                parameter_count(arm["parameters"]),
                 f"{arm['updates']:,}",
                 f"{arm['seconds'] / 60:.1f}",
                 f"{arm['tokens_per_second']:,.0f}",
@@ -103,20 +107,25 @@ def draw(found: dict[str, Any], stem: Path) -> list[Path]:
         _draw_bars(bars, found)
         ends = _draw_curves(curves, found)
         figure.tight_layout(w_pad=2.5)
-        label_ends(curves, ends)
+        label_column(curves, ends)
         return save({"": figure}, stem)
+
+
+def _colour(kind: str) -> str:
+    """That of the family's figures, where it has one."""
+    return COLOURS[MECHANISMS[kind].label] if kind in MECHANISMS else GREY
 
 
 def _draw_bars(axes: Axes, found: dict[str, Any]) -> None:
     arms = sorted(found["arms"], key=lambda arm: -arm["test"])
     for place, arm in enumerate(arms):
         published, own = found["published"].get(arm["kind"]), 100 * arm["test"]
-        axes.barh(place, own, height=0.6, color=GREY if arm["kind"] == "dense" else BLUE)
+        axes.barh(place, own, height=0.6, color=_colour(arm["kind"]))
         wide = 100 * margin(arm["test"], found["examples"])
         axes.plot([own - wide, own + wide], [place, place], color="#222222", linewidth=1)
         if published is not None:
-            axes.plot([published], [place], "D", color=ORANGE, markersize=5)
-    axes.plot([], [], "D", color=ORANGE, markersize=5, label="published")
+            axes.plot([published], [place], **_DIAMOND)
+    axes.plot([], [], linestyle="", label="published", **_DIAMOND)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.1), borderpad=0)
     axes.set_yticks(range(len(arms)), [arm["kind"] for arm in arms])
     axes.set_title(f"{found['recipe']}: test {found['measure']}, %, with 95% intervals")
@@ -126,13 +135,15 @@ def _draw_bars(axes: Axes, found: dict[str, Any]) -> None:
 
 
 def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
+    unit, seconds = time_unit(max(arm["curve"][-1][0] for arm in found["arms"]))
     ends = []
     for arm in found["arms"]:
-        x, y = zip(*((s / 60, 100 * value) for s, value in arm["curve"]), strict=True)
-        colour = GREY if arm["kind"] == "dense" else BLUE
-        axes.plot(x, y, marker="o", color=colour, alpha=0.7)
+        x, y = zip(*((s / seconds, 100 * value) for s, value in arm["curve"]), strict=True)
+        colour = _colour(arm["kind"])
+        axes.plot(x, y, marker="o", color=colour)
         ends.append(End(x[-1], y[-1], arm["kind"], colour))
-    axes.set(title=f"Validation {found['measure']}, %, while training", xlabel="minutes")
+    axes.set(title=f"Validation {found['measure']}, %, while training", xlabel=unit)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.3)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     return ends

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from rich.table import Table
 
 from longspan import machine
 from longspan.analyze.figures import BLUE, GREY, ORANGE
 from longspan.bench.drawing import look, save
-from longspan.bench.report import make_table
+from longspan.bench.report import make_table, parameter_count
 from longspan.tasks.lengths import PAPER, Study
 
 _MEASURES = {
@@ -84,7 +85,7 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def title(found: dict[str, Any]) -> str:
-    size = f"{found['parameters'] / 1e6:.1f}M parameters"
+    size = f"{parameter_count(found['parameters'])} parameters"
     return f"Summaries of {found['data']}, {size}, {found['examples']} test texts"
 
 
@@ -113,18 +114,32 @@ def _draw(axes: Axes, found: dict[str, Any], name: str) -> None:
         own = {key: 100 * value for key, value in arm["scores"][name].items()}
         axes.bar(place, own["value"], width=0.6, color=BLUE)
         axes.plot([place, place], [own["low"], own["high"]], color=ORANGE, linewidth=1.5)
+        axes.annotate(
+            f"{own['value']:.2f}",  # a bar of nothing is not seen
+            (place, max(own["value"], own["high"])),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            zorder=5,
+        )
     lead = 100 * found["lead"][name]["value"]
     axes.axhline(lead, color=GREY, linewidth=1.2, linestyle="--")
     axes.annotate(
-        "first words",
-        (len(arms) - 0.5, lead),
-        xytext=(-2, 3),
+        f"first words\n{lead:.2f}",
+        (len(arms) - 0.4, lead),
+        xytext=(3, 0),
         textcoords="offset points",
         color=GREY,
         fontsize=8,
-        ha="right",
+        va="center",
+        annotation_clip=False,
     )
     axes.set_xticks(range(len(arms)), [arm["name"] for arm in arms])
     axes.set_xlim(-0.6, len(arms) - 0.4)
-    axes.set(title=_MEASURES[name], xlabel="tokens read", ylim=(0, axes.get_ylim()[1] * 1.1))
+    axes.set(
+        title=_MEASURES[name], xlabel="tokens read", ylim=(0, max(1.0, axes.get_ylim()[1] * 1.1))
+    )
     axes.grid(axis="x", visible=False)

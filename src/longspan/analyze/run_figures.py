@@ -1,6 +1,7 @@
 """Runs side by side, as a table and as pictures, from their data alone."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from rich.table import Table
 
 from longspan.bench import drawing
-from longspan.bench.labels import End, label_ends
-from longspan.bench.report import make_table
+from longspan.bench.labels import End, label_column
+from longspan.bench.report import make_table, parameter_count
 
-# Okabe and Ito's palette and two more, which colour-blind readers can tell apart.
+# Okabe and Ito's palette and more, the ones easiest to tell apart first; further runs have the
+# same ones with other dashes.
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
-    *("#555555", "#332288", "#882255"),
+    *("#555555", "#332288", "#882255", "#B5A642", "#8B5A2B", "#000000"),
 )
+_DASHES = ("-", (0, (3, 1)), (0, (1, 1)))
 _COLUMNS = (
     "run",
     "parameters",
@@ -41,10 +44,10 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         made.append(
             [
                 run["name"],
-                f"{run['parameters'] / 1e6:.2f}M",
+                parameter_count(run["parameters"]),
                 f"{scores['valid']:.4f}",
                 f"{scores['test']:.4f}",
-                f"{run['recl']['0.1']:,}" if run["recl"] else "",
+                _recl(found, run) if run["recl"] else "",
                 f"{speed:,.0f}",
                 f"{run['peak_mib'] / 1024:.3g}",
                 f"{run['step']:,}",
@@ -52,6 +55,12 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return made
+
+
+def _recl(found: dict[str, Any], run: dict[str, Any]) -> str:
+    """At the first context tried, it may be any shorter one too."""
+    length = run["recl"]["0.1"]
+    return f"≤ {length:,}" if length == found["probe"]["start"] else f"{length:,}"
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -79,9 +88,10 @@ def draw(found: dict[str, Any], stem: Path) -> list[Path]:
         return drawing.save(figures, stem)
 
 
-def _colours(found: dict[str, Any]) -> dict[str, str]:
-    names = [run["name"] for run in found["runs"]]
-    return {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
+def _looks(found: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Colour and dashes by name, no two alike."""
+    every = [(colour, dashes) for dashes in _DASHES for colour in _COLOURS]
+    return {run["name"]: look for run, look in zip(found["runs"], cycle(every), strict=False)}
 
 
 def _labels(found: dict[str, Any]) -> dict[str, str]:
@@ -99,26 +109,28 @@ def _curves(found: dict[str, Any]) -> Figure:
     """Bits per character while training: valid as a line, train as a shadow of it."""
     figure = Figure(figsize=(12.6, 3.9))
     panels = figure.subplots(1, 3)
+    spent, seconds = drawing.time_unit(max(run["training_seconds"] for run in found["runs"]))
     quantities = (
-        ("training_seconds", "minutes of training", 60.0),
-        ("tokens", "million characters read", 1e6),
+        ("training_seconds", f"{spent} of training", seconds),
+        ("tokens", "characters read", 1.0),
         ("step", "steps", 1.0),
     )
-    colours, labels, ends = _colours(found), _labels(found), []
+    looks, labels, ends = _looks(found), _labels(found), []
     for axes, (name, label, unit) in zip(panels, quantities, strict=True):
         its_ends = []
         for run in found["runs"]:
-            colour = colours[run["name"]]
+            colour, dashes = looks[run["name"]]
             train, valid = run["curve"]["train"], run["curve"]["valid"]
             x = [entry[name] / unit for entry in train]
             axes.plot(x, _smooth(train), color=colour, alpha=0.35, linewidth=1, zorder=1)
             if valid:
                 line = [(e[name] / unit, e["bits_per_character"]) for e in valid]
-                end = drawing.plot_line(axes, line, [], colour)
+                end = drawing.plot_line(axes, line, [], colour, dashes)
                 its_ends.append(End(*end, labels[run["name"]], colour))
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.42), ylim=_interesting(found))
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=name != "training_seconds"))
+        shown = drawing.amount if name == "tokens" else "{:,g}".format
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, shown=shown: shown(x)))
         ends.append(its_ends)
     panels[0].set_title("Bits per character: valid, and train as its shadow")
     _finish(figure, panels, ends, found)
@@ -178,12 +190,12 @@ def _context(found: dict[str, Any]) -> Figure | None:
         xlabel="bytes before each",
         ylabel="bits per character",
     )
-    colours = _colours(found)
+    looks = _looks(found)
     for place, run in enumerate(runs):
         length = run["recl"]["0.1"]
-        panels[1].barh(place, length, color=colours[run["name"]], height=0.62)
+        panels[1].barh(place, length, color=looks[run["name"]][0], height=0.62)
         panels[1].annotate(
-            f"{length:,}",
+            _recl(found, run),
             (length, place),
             xytext=(5, 0),
             textcoords="offset points",
@@ -194,6 +206,7 @@ def _context(found: dict[str, Any]) -> Figure | None:
     panels[1].invert_yaxis()
     panels[1].grid(visible=False, axis="y")
     panels[1].margins(x=0.14)
+    panels[1].xaxis.set_major_locator(MaxNLocator(5, integer=True))
     panels[1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     panels[1].set(title="RECL, hardest tenth of them", xlabel="bytes of context that still help")
     _finish(figure, panels, ends, found)
@@ -202,10 +215,11 @@ def _context(found: dict[str, Any]) -> Figure | None:
 
 def _lines(axes: Axes, found: dict[str, Any], lines: dict[str, Any]) -> list[End]:
     """One line per run against a number of bytes, to be labelled at its end."""
-    colours, labels, ends = _colours(found), _labels(found), []
+    looks, labels, ends = _looks(found), _labels(found), []
     for name, points in lines.items():
-        end = drawing.plot_line(axes, [tuple(point) for point in points], [], colours[name])
-        ends.append(End(*end, labels[name], colours[name]))
+        colour, dashes = looks[name]
+        end = drawing.plot_line(axes, [tuple(point) for point in points], [], colour, dashes)
+        ends.append(End(*end, labels[name], colour))
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.45)
@@ -217,6 +231,6 @@ def _lines(axes: Axes, found: dict[str, Any], lines: dict[str, Any]) -> list[End
 def _finish(figure: Figure, panels: Any, ends: list[list[End]], found: dict[str, Any]) -> None:
     figure.tight_layout(w_pad=2.5)
     for axes, its_ends in zip(panels, ends, strict=True):
-        label_ends(axes, its_ends)
+        label_column(axes, its_ends)
     text = f"{found['machine']}; torch {found['versions']['torch']}"
     figure.text(0.01, -0.01, text, fontsize=7.5, color="#777777", ha="left", va="top")

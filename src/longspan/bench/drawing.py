@@ -160,6 +160,11 @@ def duration(ms: float) -> str:
     return f"{ms:g} ms" if ms >= 0.099 else f"{round(ms * 1000, 1):g} µs"
 
 
+def time_unit(longest: float) -> tuple[str, float]:
+    """In which to show seconds up to `longest`, and how many of them it has."""
+    return ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
+
+
 def memory(mib: float) -> str:
     return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB"
 

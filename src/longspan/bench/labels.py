@@ -76,12 +76,18 @@ def label_column(axes: Axes, ends: Sequence[End]) -> None:
     for many lines that end close together. The layout must be final by then."""
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
+    if not ends:
+        return
     points = 72 / figure.dpi
     ends = sorted(ends, key=lambda end: end.y)
     at = axes.transData.transform([(end.x, end.y) for end in ends]) * points
     column = at[:, 0].max() + 20
     size = 8.0
-    for end, (x, y), place in zip(ends, at, _spread(at[:, 1], 1.25 * size), strict=True):
+    frame = axes.get_window_extent()
+    # Not over the names of the ticks, nor over the title.
+    bounds = frame.y0 * points + size / 2, frame.y1 * points - size / 2
+    places = _spread(at[:, 1], 1.25 * size, *bounds)
+    for end, (x, y), place in zip(ends, at, places, strict=True):
         axes.annotate(
             end.name,
             (end.x, end.y),
@@ -103,15 +109,19 @@ def label_column(axes: Axes, ends: Sequence[End]) -> None:
         )
 
 
-def _spread(places: np.ndarray, gap: float) -> np.ndarray:
-    """Ascending places moved apart by at least `gap`, as little as possible."""
+def _spread(
+    places: np.ndarray, gap: float, low: float = -np.inf, high: float = np.inf
+) -> np.ndarray:
+    """Ascending places moved apart by at least `gap`, as little as possible, and to between
+    `low` and `high`, or to above `low` where there is no room for all."""
     count = len(places)
     wanted = places - gap * np.arange(count)  # now they need not be apart, only in order
     moved = [
         max(min(wanted[a : b + 1].mean() for b in range(i, count)) for a in range(i + 1))
         for i in range(count)
     ]
-    return np.array(moved) + gap * np.arange(count)
+    highest = max(low, high - gap * (count - 1))
+    return np.clip(moved, low, highest) + gap * np.arange(count)
 
 
 def _inked(axes: Axes) -> np.ndarray:

@@ -35,6 +35,13 @@ def make_table(title: str) -> Table:
     )
 
 
+def parameter_count(number: int) -> str:
+    """In millions, or in the thousands of toys."""
+    if number >= 1_000_000:
+        return f"{number / 1e6:.2f}M"
+    return f"{number / 1e3:.1f}K" if number >= 1000 else str(number)
+
+
 def refusal(point: Point) -> str:
     """What stands in place of numbers that there are none of."""
     return "no memory" if point.error == OUT_OF_MEMORY else "failed"

@@ -106,6 +106,13 @@ def test_names_are_moved_apart() -> None:
     assert moved[:3].mean() == pytest.approx(given[:3].mean())
 
 
+def test_names_stay_within_the_frame() -> None:
+    assert _spread(np.array([0.0, 1.0, 2.0]), 10.0, 0.0, 50.0).tolist() == [0.0, 10.0, 20.0]
+    assert _spread(np.array([48.0, 49.0]), 10.0, 0.0, 50.0).tolist() == [40.0, 50.0]
+    crowded = _spread(np.arange(9.0), 10.0, 0.0, 50.0)
+    assert np.diff(crowded).min() >= 10.0
+
+
 def test_errors_vanish_where_nothing_is_left_out() -> None:
     """A window over all, a key for each token: that is softmax attention itself."""
     whole = {"window": 128, "linformer": 64, "blockwise": 64, "bp": 128}

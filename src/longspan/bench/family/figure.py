@@ -32,6 +32,7 @@ COLOURS = {
     "dense, SDPA": "#555555",
 }
 KIND = "forward+backward"
+_FRONT = "window"  # where lines coincide, ours is the one to see
 
 
 def draw(results: Results, stem: Path) -> list[Path]:
@@ -56,8 +57,8 @@ def _errors(results: Results) -> Figure | None:
         for name in dict.fromkeys(one["mechanism"] for one in own):
             line = sorted((one["budget"], one["error"]) for one in own if one["mechanism"] == name)
             label = CONTENDERS[name].label
-            end = drawing.plot_line(axes, line, [], COLOURS[label])
-            ends.append(drawing.name_end(end, label, COLOURS[label]))
+            end = drawing.plot_line(axes, line, [], COLOURS[label], front=label == _FRONT)
+            ends.append(drawing.name_end(end, label, COLOURS[label], bold=label == _FRONT))
         all_ends.append(ends)
         axes.set(
             title=f"Error against softmax: {own[0]['tokens']:,} {documents} tokens",
@@ -98,8 +99,8 @@ def _figure(results: Results) -> Figure | None:
                     continue
                 points = [(case.tokens, results.get(case, name, KIND)) for case in cases]
                 failed = [n for n, point in points if point and point.error == OUT_OF_MEMORY]
-                end = drawing.plot_line(axes, line, failed, colour)
-                its_ends.append(drawing.name_end(end, label, colour))
+                end = drawing.plot_line(axes, line, failed, colour, front=label == _FRONT)
+                its_ends.append(drawing.name_end(end, label, colour, bold=label == _FRONT))
             ends.append(its_ends)
             whose = "Decoder" if causal else "Encoder"
             what = "time" if quantity == "ms" else "peak memory"
