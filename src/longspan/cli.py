@@ -111,7 +111,6 @@ def convert(
     from longspan.hub.report import show
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what is missing or left over is reported by us
     console = _console()
     if quantize is not None:
         _check_choice("--quantize", quantize, ["int8"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 
 def load_weights(
@@ -13,6 +14,8 @@ def load_weights(
 ) -> tuple[Any, dict[str, Any]]:
     """(model, loading info) from a `from_pretrained`, with its failures put in plain words."""
     options |= {"use_safetensors": True, "output_loading_info": True}
+    spoken = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is missing or left over is reported by us
     try:
         return load(source, *arguments, **options)
     except OSError as error:
@@ -28,6 +31,8 @@ def load_weights(
         raise
     except SafetensorError as error:
         raise ValueError(f"the weights in {source} are damaged or cut off: {error}") from error
+    finally:
+        logging.set_verbosity(spoken)
 
 
 def refuse_missing(source: str | Path, name: str, missing: Iterable[str]) -> None:
