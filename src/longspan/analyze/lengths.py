@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from rich.table import Table
 
 from longspan import machine
@@ -122,7 +121,7 @@ def _draw(axes: Axes, found: dict[str, Any], name: str) -> None:
             ha="center",
             va="bottom",
             fontsize=8,
-            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             zorder=5,
         )
     lead = 100 * found["lead"][name]["value"]
