@@ -21,7 +21,7 @@ class LongspanDecoderConfig(PreTrainedConfig):
             layer's "kind" ("window" if absent; "xl", "compressive", "full") and its options, for
             windows `left`, `dilation` and `position`; see the layers themselves.
         norm: "layer", "rms", or "unit", which is "rms" without weights: the projection behind it
-            can learn them too, and their gradient takes a GPU twice the time of the rest.
+            can learn them too, and their gradient need not be computed.
         pre_norm: norms before attention and feed-forward, and one at the end; False puts them
             behind, as in Transformer-XL.
         embedding_scale: multiply embeddings by sqrt(hidden_size), as in Transformer-XL.
