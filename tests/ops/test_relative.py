@@ -89,16 +89,19 @@ def test_blocks_join_without_a_seam(monkeypatch, memory):
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize(("left", "dilation"), [(6, 1), (3, [1, 2, 1])])
 def test_queries_may_be_projected_instead_of_distances(queries, left, dilation):
-    query, key, value, (_, *biases, _) = tensors(queries, 12)
+    query, key, value, (_, content, position, _) = tensors(queries, 12)
     table, projection = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((7, 10), (3, 4, 10))
     )
     projected = torch.einsum("hde,je->jhd", projection, table)
     found = []
-    for relative in (Relative(projected, *biases), Relative(table, *biases, projection)):
+    for relative in (
+        Relative(projected, content, position),
+        Relative(table, content, position, projection),
+    ):
         out = banded_attention(query, key, value, left=left, dilation=dilation, relative=relative)
-        inputs = (query, key, value, *biases, table, projection)
+        inputs = (query, key, value, content, position, table, projection)
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 

@@ -224,7 +224,8 @@ def _compiler(recipe: Plan) -> TorchDynamoPlugin | None:
 
 def _prepare_sharding(accelerator: Accelerator) -> None:
     """Settings of FSDP under which a run is the same as without it."""
-    plugin = accelerator.state.fsdp_plugin
+    state: Any = accelerator.state
+    plugin = state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
             f"FSDP {plugin.fsdp_version} leaves no model that could be evaluated: set fsdp_version "
@@ -245,10 +246,11 @@ def _shard_by_hand(plain: Any, accelerator: Accelerator) -> None:
         )
     # Embeddings that make the output too stay gathered until the backward pass is over.
     if plain.get_output_embeddings() is None:
+        plugin: Any = accelerator.state.fsdp_plugin
         fully_shard(
             plain.get_input_embeddings(),
             reshard_after_forward=False,
-            offload_policy=accelerator.state.fsdp_plugin.cpu_offload,
+            offload_policy=plugin.cpu_offload,
         )
 
 
