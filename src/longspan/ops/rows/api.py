@@ -62,9 +62,7 @@ def _refuse_plain(device: torch.device, dtype: torch.dtype, *sizes: int) -> str 
 # In the order in which `auto` tries them.
 BACKENDS = (
     Backend("triton", "fused GPU kernels, forward and backward", _refuse_triton, home="cuda"),
-    Backend(
-        "early", "the window's kernels, for many global tokens", _refuse_early, home="cuda"
-    ),
+    Backend("early", "the window's kernels, for many global tokens", _refuse_early, home="cuda"),
     Backend("plain", "PyTorch's own operations, any device", _refuse_plain),
 )
 
