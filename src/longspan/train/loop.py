@@ -232,9 +232,7 @@ def _prepare_sharding(accelerator: Accelerator) -> None:
             "to 2 in the configuration of accelerate (FSDP_VERSION=2)"
         )
     plugin.mixed_precision_policy = None  # autocast does it, and leaves losses in float32
-    accelerator.state.dynamo_plugin.use_regional_compilation = (
-        True  # layers are gathered one by one
-    )
+    state.dynamo_plugin.use_regional_compilation = True  # layers are gathered one by one
 
 
 def _shard_by_hand(plain: Any, accelerator: Accelerator) -> None:
