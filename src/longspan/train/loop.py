@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_objec
 from rich.console import Console
 from safetensors.torch import load_model
 
-from longspan.layers.observing import end_part, refresh
+from longspan.layers.observing import auxiliary_loss, end_part, refresh
 from longspan.machine import peak_mib, reset_peak
 from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
@@ -112,7 +112,9 @@ def train(
                     states[part] = None
                 with _sync_with(accelerator, model, part == recipe.accumulate - 1):
                     loss = task.loss(model, batch, states[part])
-                    accelerator.backward(loss.total / recipe.accumulate)
+                    with accelerator.autocast():
+                        total = loss.total + auxiliary_loss(plain)
+                    accelerator.backward(total / recipe.accumulate)
                 end_part(plain)
                 states[part] = loss.state
                 losses.append(loss.nats)
