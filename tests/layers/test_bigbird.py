@@ -10,6 +10,8 @@ import longspan
 from longspan.ops import visibility
 from longspan.ops.listed import random_blocks
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SETTING = {"kind": "bigbird", "block": 4, "window": 3, "random": 2, "global_blocks": 1}
 
 

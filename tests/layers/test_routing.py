@@ -8,6 +8,8 @@ from torch.nn.functional import normalize
 from longspan.layers.observing import OnlineCentroids, auxiliary_loss, refresh
 from longspan.ops import visibility
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SETTING = {"kind": "routing", "clusters": 5, "size": 7}
 CAUSAL = {"kind": "routing", "clusters": 5, "size": 4}
 
