@@ -45,11 +45,13 @@ ALL_DECODERS: dict[str, dict[str, Any]] = {
 }
 # Where twice is not enough, and why.
 LOOSER = {
-    "linformer": 3,  # two products more: keys and values are mixed before they are met
+    "linformer": 4,  # two products more: keys and values are mixed before they are met
     "linformer-convolution": 4,
     "performer-relu": 8,  # rounding moves features over the kink, and with them all of a gradient
-    "poolingformer": 8,  # two levels; gradients of its pools are what is left of larger ones
+    "poolingformer-max": 8,  # the largest of a pool may be another: so is who gets the gradient
+    "poolingformer": 12,  # two levels; the gradients of its pools are what is left of larger ones
     "adaptive_span": 4,  # as are those of the spans
+    "compressive": 4,  # and of the biases
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -120,8 +122,10 @@ def errors(run: Any, made: Any, dtype: torch.dtype, rows: int, mixed: bool) -> d
 @cache
 def budget(dtype: torch.dtype, mixed: bool = False) -> dict[str, float]:
     usual = errors(lambda made, hidden: made(hidden), Dense(), dtype, 2, mixed)
-    weights = max(usual.pop("qkv.weight"), usual.pop("qkv.bias"))
-    return {**usual, "weights": weights}
+    usual["weights"] = max(usual.pop("qkv.weight"), usual.pop("qkv.bias"))
+    # In float32 dense attention may be off by less than a library's order of adding up is worth.
+    least = 4 * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
+    return {name: max(error, least) for name, error in usual.items()}
 
 
 def assert_within(found: dict[str, float], usual: dict[str, float], kind: str) -> None:

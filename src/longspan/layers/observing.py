@@ -126,9 +126,7 @@ class OnlineCentroids(Centroids):
             raise ValueError(f"decay={decay} must be from 0 to 1")
         self.decay = decay
 
-    def distance(
-        self, points: Tensor, clusters: Tensor, valid: Tensor | None = None
-    ) -> Tensor:
+    def distance(self, points: Tensor, clusters: Tensor, valid: Tensor | None = None) -> Tensor:
         """The mean square of what is between points [batch, tokens, heads, dim] and the centroids
         of their clusters [batch, tokens, heads]; `valid` [batch, tokens] marks those that count."""
         head = torch.arange(points.shape[2], device=points.device)
