@@ -44,6 +44,15 @@ def test_the_mask_written_out(tokens, chosen):
     torch.testing.assert_close(made(hidden, seen=seen), joined(weights @ value))
 
 
+def test_a_layer_that_was_exported_still_runs():
+    """Blocks of a call that was traced, and had no numbers, are not remembered."""
+    made, hidden = encoder_layer(SETTING), states(2, 37)
+    wanted = made(hidden)
+    exported = torch.export.export(made, (hidden[:, :30],), strict=False).module()
+    torch.testing.assert_close(made(hidden), wanted)
+    torch.testing.assert_close(exported(hidden[:, :30]), made(hidden[:, :30]))
+
+
 def test_layers_draw_different_blocks():
     config = longspan.LongspanConfig(
         vocab_size=30,
