@@ -1,9 +1,10 @@
 """The training loop: one function, read from top to bottom.
 
 Devices, precision and sharding are Accelerate's: `accelerate launch -m longspan.cli train ...`
-runs it on several GPUs, with DDP or FSDP as `accelerate config` was told. Everything random
-follows from the seed, the step and the process, and what is read follows from the step, so a run
-that was killed goes on to the same losses.
+runs it on several GPUs, with DDP or FSDP as `accelerate config` was told. FSDP shards the model in
+place, so that `plain` below is the model in every case. Everything random follows from the seed,
+the step and the process, and what is read follows from the step, so a run that was killed goes on
+to the same losses.
 """
 
 import json
@@ -17,11 +18,17 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_object_list
+from accelerate.utils import (
+    DistributedType,
+    TorchDynamoPlugin,
+    broadcast_object_list,
+    disable_fsdp_ram_efficient_loading,
+)
 from rich.console import Console
 from safetensors.torch import load_model
+from torch.distributed.fsdp import fully_shard
 
-from longspan.layers.observing import auxiliary_loss, end_part, refresh
+from longspan.layers.observing import Observing, auxiliary_loss, end_part, refresh
 from longspan.machine import peak_mib, reset_peak
 from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
@@ -44,16 +51,19 @@ def train(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Carry out a recipe in the folder `run`; returns the last evaluation."""
-    AcceleratorState._reset_state()  # an earlier run in this process may have had other settings
+    # An earlier run in this process may have had other settings.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    disable_fsdp_ram_efficient_loading()  # every process builds the model
     accelerator = Accelerator(
         mixed_precision=recipe.precision,
         dynamo_plugin=_compiler(recipe),
     )
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded:
+        _prepare_sharding(accelerator)
     main = accelerator.is_main_process
     console = console or Console()
     shares = _shares(recipe, accelerator)
-    if recipe.optimizer.kind == "muon" and accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError("Muon needs whole matrices and FSDP splits them; use adamw, or DDP")
     if main:
         _prepare_folder(recipe, run, resume)
     accelerator.wait_for_everyone()
@@ -65,16 +75,16 @@ def train(
         plain.gradient_checkpointing_enable({"use_reentrant": False})
     if last is not None:
         load_model(plain, last / "model.safetensors")
+    if sharded:
+        _shard_by_hand(plain, accelerator)
     optimizers = build_optimizers(plain, recipe.optimizer)
     model, *prepared = accelerator.prepare(plain, *optimizers)
     optimizers = [wrapped.optimizer for wrapped in prepared]
-    # Only FSDP changes what the weights are; else the model itself still has them all.
-    owner = model if accelerator.distributed_type == DistributedType.FSDP else plain
     states: list[Any] = [None] * recipe.accumulate
     known: dict[str, Any] = {}
     if last is not None:
         known = checkpoint.progress(last)
-        checkpoint.load_optimizers(last, owner, optimizers)
+        checkpoint.load_optimizers(last, plain, optimizers)
         states = _load_states(task, plain, last, accelerator, recipe.accumulate)
 
     pace, best = Pace(recipe, known), known.get("best")
@@ -111,8 +121,8 @@ def train(
                 if anew:
                     states[part] = None
                 with _sync_with(accelerator, model, part == recipe.accumulate - 1):
-                    loss = task.loss(model, batch, states[part])
                     with accelerator.autocast():
+                        loss = task.loss(model, batch, states[part])
                         total = loss.total + auxiliary_loss(plain)
                     accelerator.backward(total / recipe.accumulate)
                 end_part(plain)
@@ -168,7 +178,7 @@ def train(
                 pace.hold()
             if evaluates:
                 limit = recipe.evaluation.limit
-                with accelerator.autocast():
+                with accelerator.autocast(), _as_written():
                     found = task.evaluate(plain, "valid", limit)
                 model.train()
                 value = found[goal.name]
@@ -179,7 +189,7 @@ def train(
                     metrics.add({"split": "valid", **counts, **found})
                 bar.say(f"step {done}: valid {value:.4f} {goal.in_words}")
             if samples:
-                with accelerator.autocast():
+                with accelerator.autocast(), _as_written():
                     text = task.sample(plain)  # by every process: sharded weights need them all
                 model.train()
                 if metrics is not None:
@@ -191,7 +201,7 @@ def train(
                     "best": best,
                     "seconds": time.monotonic() - started,
                 }
-                _save(task, run, known, accelerator, owner, optimizers, states)
+                _save(task, run, known, accelerator, plain, optimizers, states)
             if saves or samples:
                 since = time.monotonic()  # the speed is that of training alone
                 pace.go()
@@ -211,6 +221,43 @@ def _compiler(recipe: Plan) -> TorchDynamoPlugin | None:
         dynamic=False,
         use_regional_compilation=recipe.compile == "layers",
     )
+
+
+def _prepare_sharding(accelerator: Accelerator) -> None:
+    """Settings of FSDP under which a run is the same as without it."""
+    state: Any = accelerator.state
+    plugin = state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"FSDP {plugin.fsdp_version} leaves no model that could be evaluated: set fsdp_version "
+            "to 2 in the configuration of accelerate (FSDP_VERSION=2)"
+        )
+    plugin.mixed_precision_policy = None  # autocast does it, and leaves losses in float32
+    accelerator.state.dynamo_plugin.use_regional_compilation = (
+        True  # layers are gathered one by one
+    )
+
+
+def _shard_by_hand(plain: Any, accelerator: Accelerator) -> None:
+    """Weights that are read outside of their module, where FSDP does not see it."""
+    if any(isinstance(module, Observing) for module in plain.modules()):
+        raise ValueError(
+            "layers that keep centroids need whole weights between steps, and FSDP splits them: "
+            "use DDP (distributed_type: MULTI_GPU)"
+        )
+    # Embeddings that make the output too stay gathered until the backward pass is over.
+    if plain.get_output_embeddings() is None:
+        plugin: Any = accelerator.state.fsdp_plugin
+        fully_shard(
+            plain.get_input_embeddings(),
+            reshard_after_forward=False,
+            offload_policy=plugin.cpu_offload,
+        )
+
+
+def _as_written() -> Any:
+    """Evaluations and samples have lengths of their own: nothing is compiled for them."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _agree(accelerator: Accelerator, pace: Pace) -> float:
@@ -280,15 +327,15 @@ def _save(
     run: Path,
     known: dict[str, Any],
     accelerator: Accelerator,
-    owner: Any,
+    plain: Any,
     optimizers: list[torch.optim.Optimizer],
     states: list[Any],
 ) -> None:
     folder = checkpoint.folder_of(run, known["step"])
     temporary = checkpoint.unfinished(folder)
     temporary.mkdir(parents=True, exist_ok=True)
-    weights: Any = accelerator.get_state_dict(owner)
-    moments = checkpoint.optimizer_tensors(owner, optimizers)
+    weights: Any = accelerator.get_state_dict(plain)
+    moments = checkpoint.optimizer_tensors(plain, optimizers)
     packed = {
         f"{part}/{name}": tensor
         for part, state in enumerate(states)
@@ -298,7 +345,6 @@ def _save(
     checkpoint.save_tensors(temporary / f"state-{accelerator.process_index}.safetensors", packed)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        plain = accelerator.unwrap_model(owner, keep_torch_compile=False)
         plain.save_pretrained(temporary, state_dict=task.export(weights))
         task.accompany(temporary)
         checkpoint.save_tensors(temporary / "optimizer.safetensors", moments)
