@@ -67,9 +67,7 @@ def train(
         plain.gradient_checkpointing_enable({"use_reentrant": False})
     if last is not None:
         load_model(plain, last / "model.safetensors")
-    optimizers = build_optimizers(
-        plain, recipe.optimizer, fused=accelerator.device.type == "cuda"
-    )
+    optimizers = build_optimizers(plain, recipe.optimizer, fused=accelerator.device.type == "cuda")
     model, *prepared = accelerator.prepare(plain, *optimizers)
     optimizers = [wrapped.optimizer for wrapped in prepared]
     # Only FSDP changes what the weights are; else the model itself still has them all.

@@ -27,12 +27,6 @@ CASE = FinetuningCase(
 SETTINGS = Settings("cpu", threads=1, rounds=2, seconds=0.1)
 
 
-@pytest.fixture(autouse=True)
-def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "_WORDS_FROM", 20_000)
-    contenders.prepare.cache_clear()
-
-
 def test_documents_nearly_fill_the_model() -> None:
     ground = contenders.prepare(CASE)
     rows = [json.loads(line) for line in ground.examples.read_text().splitlines()]

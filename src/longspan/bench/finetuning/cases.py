@@ -71,7 +71,7 @@ def suite(
     base = FinetuningCase(tokens=4096, batch=8, dtype=dtype)
     if quick:
         return _jobs(
-            replace(base, tokens=512, batch=4, layers=2, hidden=256, heads=4, vocab=2000, steps=24)
+            replace(base, tokens=512, batch=4, layers=2, hidden=256, heads=4, vocab=2000, steps=16)
         )
     # A step of base size takes a CPU a minute.
     return _jobs(base if device == "cuda" else replace(base, batch=1, layers=2, steps=8))

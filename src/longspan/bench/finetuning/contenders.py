@@ -38,7 +38,7 @@ CONTENDERS = Contenders()
 contender = CONTENDERS.register
 
 _BATCHES = 25  # of different documents; longer runs see them again
-_WORDS_FROM = 4_000_000  # characters that the words are learned from
+_PER_WORD = 200  # characters of the text that the tokenizer's words are learned from
 
 
 class Ground(NamedTuple):
@@ -60,12 +60,12 @@ def _sources(characters: int) -> Iterator[str]:
         yield text
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # a case and its small one
 def prepare(case: FinetuningCase) -> Ground:
     folder = TemporaryDirectory(prefix="longspan-")
     ground = Ground(
         folder,
-        learn_words(_sources(_WORDS_FROM), case.vocab),
+        learn_words(_sources(_PER_WORD * case.vocab), case.vocab),
         Path(folder.name) / "checkpoint",
         Path(folder.name) / "examples.jsonl",
     )
@@ -128,9 +128,7 @@ def _finetuning_plain(case: FinetuningCase, device: torch.device) -> Clocked:
     return _run(case, device, "no")
 
 
-def _run(
-    case: FinetuningCase, device: torch.device, compile: Literal["no", "layers"]
-) -> Clocked:
+def _run(case: FinetuningCase, device: torch.device, compile: Literal["no", "layers"]) -> Clocked:
     if device.type == "cpu" and torch.cuda.is_available():
         raise ValueError("a run takes the GPU that there is: hide it by CUDA_VISIBLE_DEVICES=''")
     if case.dtype == "float16":
