@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_resumes_with_the_fused_optimizer_of_a_gpu(tmp_path, monkeypatch):
 
 def test_compiled_once_for_all_lengths(tmp_path, monkeypatch):
     # Graphs are traced and run as they are: generating code for a CPU takes minutes.
-    made_by = loop.TorchDynamoPlugin
+    made_by: Any = loop.TorchDynamoPlugin
     monkeypatch.setattr(
         loop, "TorchDynamoPlugin", lambda **options: made_by(**options | {"backend": "aot_eager"})
     )

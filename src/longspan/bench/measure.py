@@ -42,9 +42,8 @@ def _measure_cuda(
     for contender in contenders:
         name = contender.name
         try:
-            yield Point(
-                case, name, kind, **_cuda_values(contender.build(case, device), kind, settings)
-            )
+            values = _cuda_values(contender.build(case, device), kind, settings)
+            yield Point(case, name, kind, **values)
         except Exception as error:
             yield Point(case, name, kind, error=_reason(error))
         # The next contender shall find the memory that this one used.
