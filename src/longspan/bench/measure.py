@@ -51,7 +51,7 @@ def _measure_cuda(
         torch.cuda.empty_cache()
 
 
-def _cuda_values(workload: Workload, kind: Pass, settings: Settings) -> dict[str, float]:
+def _cuda_values(workload: Workload, kind: Pass, settings: Settings) -> dict[str, Any]:
     """What is known of a point, by name."""
     if isinstance(workload, Clocked):
         ms, mib = workload.measure()
