@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from longspan.ops import relative as op
 from longspan.ops.relative import Relative, banded_attention, relative_shift
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def tensors(queries, tokens, heads=3, dim=4, batch=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
 
     def make(*shape):
-        made = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        return made.requires_grad_()
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
     positions = Relative(make(tokens, heads, dim), make(heads, dim), make(heads, dim))
     query = make(batch, queries, heads, dim)

@@ -243,11 +243,13 @@ class CausalWindow(CausalAttention):
 
     def _write_on(self, query: Tensor, ring: Ring, age: Tensor) -> Tensor:
         """[batch, 1, dim]: one token, which stands in the ring already."""
-        step = torch.tensor(self.dilation, device=age.device)[:, None]
-        seen = (age % step == 0) & (age <= self.left * step)  # [heads, places]
+        step: Any = self.dilation[0]
+        if len(set(self.dilation)) > 1:  # else nothing has to come from the host
+            step = torch.tensor(self.dilation, device=age.device)[:, None]
+        seen = (age % step == 0) & (age <= self.left * step)  # [heads, places] or [places]
         out = scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (query, *ring)),
-            attn_mask=seen[:, None],
+            attn_mask=seen[..., None, :],
             dropout_p=self.dropout_p,
         )
         return out.transpose(1, 2).flatten(2)

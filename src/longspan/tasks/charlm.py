@@ -33,6 +33,7 @@ class CharLM:
     """
 
     goal = BITS
+    varies = False
 
     def __init__(self, recipe: Recipe, corpus: Corpus | None = None) -> None:
         _check(recipe)

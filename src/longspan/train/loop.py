@@ -28,7 +28,7 @@ from rich.console import Console
 from safetensors.torch import load_model
 from torch.distributed.fsdp import fully_shard
 
-from longspan.layers.observing import Observing, end_part, refresh
+from longspan.layers.observing import Observing, auxiliary_loss, end_part, refresh
 from longspan.machine import peak_mib, reset_peak
 from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
@@ -38,6 +38,8 @@ from longspan.train.recipe import Plan
 from longspan.train.schedule import learning_rate
 from longspan.train.task import BITS, Task
 
+# Steps from which on compiling its layers, which takes half a minute, makes a run shorter.
+_LONG = 500
 # What an evaluation is entered with, beside its findings.
 _COUNTS = ("step", "tokens", "training_seconds", "seconds")
 
@@ -56,7 +58,7 @@ def train(
     disable_fsdp_ram_efficient_loading()  # every process builds the model
     accelerator = Accelerator(
         mixed_precision=recipe.precision,
-        dynamo_plugin=_compiler(recipe),
+        dynamo_plugin=_compiler(recipe, task),
     )
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded:
@@ -77,7 +79,7 @@ def train(
         load_model(plain, last / "model.safetensors")
     if sharded:
         _shard_by_hand(plain, accelerator)
-    optimizers = build_optimizers(plain, recipe.optimizer)
+    optimizers = build_optimizers(plain, recipe.optimizer, fused=accelerator.device.type == "cuda")
     model, *prepared = accelerator.prepare(plain, *optimizers)
     optimizers = [wrapped.optimizer for wrapped in prepared]
     states: list[Any] = [None] * recipe.accumulate
@@ -117,13 +119,14 @@ def train(
             for part, rows in enumerate(shares[number]):
                 batch, anew = task.batch(number, pace.inside, rows)
                 read += _tokens(batch) * accelerator.num_processes
-                batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+                batch = {name: _sent(tensor, accelerator.device) for name, tensor in batch.items()}
                 if anew:
                     states[part] = None
                 with _sync_with(accelerator, model, part == recipe.accumulate - 1):
                     with accelerator.autocast():
                         loss = task.loss(model, batch, states[part])
-                    accelerator.backward(loss.total / recipe.accumulate)
+                        total = loss.total + auxiliary_loss(plain)
+                    accelerator.backward(total / recipe.accumulate)
                 end_part(plain)
                 states[part] = loss.state
                 losses.append(loss.nats)
@@ -211,14 +214,17 @@ def train(
     return found
 
 
-def _compiler(recipe: Plan) -> TorchDynamoPlugin | None:
-    if recipe.compile == "no":
+def _compiler(recipe: Plan, task: Task) -> TorchDynamoPlugin | None:
+    how = recipe.compile
+    if how == "auto":
+        how = "layers" if torch.cuda.is_available() and recipe.steps >= _LONG else "no"
+    if how == "no":
         return None
     return TorchDynamoPlugin(
         backend="inductor",  # pyright: ignore
-        # Each phase has its own length: compile for it, not for any length.
-        dynamic=False,
-        use_regional_compilation=recipe.compile == "layers",
+        # Where each phase has its own length, compile for it; else once for all.
+        dynamic=task.varies,
+        use_regional_compilation=how == "layers",
     )
 
 
@@ -262,6 +268,12 @@ def _agree(accelerator: Accelerator, pace: Pace) -> float:
     if accelerator.num_processes == 1 or pace.recipe.minutes == 0:
         return pace.place
     return broadcast_object_list([pace.place])[0]
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On its way to the device: the host, which does not wait, makes the next batch meanwhile."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def _tokens(batch: dict[str, torch.Tensor]) -> int:
