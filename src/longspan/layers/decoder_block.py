@@ -58,7 +58,8 @@ class DecoderBlock(nn.Module):
         else:
             hidden = self.attention_norm(hidden)
             hidden = self.feed_forward_norm(hidden + self._feed_forward(hidden))
-        return mixed._replace(out=hidden)
+        # Not `_replace`, which torch 2.11 cannot trace.
+        return Attended(hidden, *mixed[1:])
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
         return self.dropout(self.down(self.activation_dropout(self.activation(self.up(hidden)))))
