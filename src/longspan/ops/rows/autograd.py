@@ -113,8 +113,9 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, grad, *_unused):
     if grad is None:
         return (None,) * 12
-    dquery, dhidden, dweight, dbias = backward_op(grad, *ctx.saved_tensors, *ctx.numbers)
-    query, _, _, bias = ctx.saved_tensors[5:9]
+    saved = ctx.saved_tensors  # once only: gradient checkpointing allows no more
+    dquery, dhidden, dweight, dbias = backward_op(grad, *saved, *ctx.numbers)
+    query, _, _, bias = saved[5:9]
     dquery = None if query is None else dquery
     dbias = None if bias is None else dbias
     return dquery, dhidden, dweight, dbias, *(None,) * 8
@@ -137,7 +138,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved, given = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        made, folded, pooled, lse, mass, *given = ctx.saved_tensors
+        saved = (made, folded, pooled, lse, mass)
         query, hidden, weight, bias, positions, seed, *seen = given
         about = (positions, Visibility(*seen), seed, *ctx.numbers)
         grads = _backward(grad, saved, Call(query, hidden, weight, bias, *about))
