@@ -1,4 +1,4 @@
-"""The commands that put models side by side: study, plot."""
+"""The commands that put models side by side: study, plot, scores."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -308,3 +308,36 @@ def _plot(runs: list[Path], probe: "Probe", data: Path | None, output: Path) -> 
     console.print(table(found))
     for path in draw(found, output / "runs"):
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+@commands.command()
+def scores(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of finetuned runs, or of runs by seed.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write NAME.json, .md, .png and .svg.")
+    ] = None,
+) -> None:
+    """One table of finetuned runs: test and validation scores, mean and deviation over seeds.
+
+    A run of [bold]longspan train TASK --seeds 5[/] counts as one row. With --output the same as
+    JSON, with every seed's scores and the settings, and a figure with a dot for each seed.
+
+    [bold]longspan scores runs/hyperpartisan-* --output hyperpartisan[/]
+    """
+    from longspan.analyze.scores import collect, draw, markdown, table
+    from longspan.train.checkpoint import write_json, write_text
+
+    console = console_for_logs()
+    try:
+        arms = collect(runs)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console.print(table(arms))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(Path(f"{output}.json"), {"arms": arms})
+        write_text(Path(f"{output}.md"), markdown(arms))
+        for path in draw(arms, output):
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
