@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "registration": {"models"},
     "machine": set(),
     "doctor": {"machine", "ops"},
-    "bench": {"machine", "recipes", "hub", "train", "models", "layers", "ops"},
+    "bench": {"machine", "recipes", "tasks", "hub", "train", "data", "models", "layers", "ops"},
     "analyze": {"bench", "machine", "tasks", "train", "models", "ops", "data"},
     "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
     "cli_tasks": {"analyze", "recipes", "tasks", "train"},
