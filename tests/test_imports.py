@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "hub": {"models", "layers", "ops"},
     "data": set(),
     "train": {"data", "machine", "layers"},
-    "tasks": {"train", "data", "models", "hub", "layers"},
+    "tasks": {"train", "data", "machine", "models", "hub", "layers"},
     "recipes": {"train", "data", "layers"},
     "registration": {"models"},
     "machine": set(),
