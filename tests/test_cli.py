@@ -203,6 +203,8 @@ def test_train_eval_generate(tmp_path: Path) -> None:
     checkpoint = next((tmp_path / "run" / "checkpoints").iterdir())
     assert invoke("generate", str(checkpoint), *options) == written
     assert invoke("generate", run, "--temperature", "0", "--tokens", "5")
+    refused = plain(invoke("convert", run, str(tmp_path / "long"), code=2))
+    assert "LongspanForCausalLM is a language model of longspan's already" in refused
 
 
 def test_recipes_are_listed() -> None:
@@ -261,9 +263,20 @@ def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
     assert "4 rows in" in plain(invoke("predict", run, str(tmp_path / "new.csv"), "--resume"))
     assert "choose from best, last" in invoke("predict", run, "x", "--checkpoint", "1", code=2)
 
+    model = str(tmp_path / "model")
+    assert "24 -> 48 positions" in invoke("convert", run, model, "--max-length", "48")
+    assert sorted(path.name for path in Path(model).iterdir()) == [
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    ]
+    assert "its windows stay as they are" in plain(
+        invoke("convert", run, str(tmp_path / "other"), "--window", "8", code=2)
+    )
+
     many = (*command[:-1], str(tmp_path / "runs"), *whole[len(command) :], "--seeds", "2")
     assert "test, 2 seeds: accuracy" in invoke(*many)
     assert "seed-0, seed-1" in plain(invoke("predict", str(tmp_path / "runs"), "x", code=2))
+    refused = invoke("convert", str(tmp_path / "runs"), str(tmp_path / "other"), code=2)
+    assert "seed-1/checkpoints/step-00000002" in "".join(plain(refused).split())
 
 
 def test_choosing_and_reasoning(tmp_path: Path) -> None:

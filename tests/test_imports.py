@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "cli_tasks": {"analyze", "recipes", "tasks", "train"},
     "cli_train": {"cli_tasks", "analyze", "recipes", "tasks", "train", "models"},
     "cli_study": {"cli_train", "analyze", "recipes", "tasks", "train"},
-    "cli": {"cli_train", "cli_tasks", "cli_study", "doctor", "bench", "hub", "demo", "machine"},
+    "cli": {"cli_train", "cli_tasks", "cli_study", "doctor", "bench", "hub", "demo", "machine"}
+    | {"tasks"},
     "__init__": {"ops", "models", "hub", "tasks", "registration"},
 }
 

@@ -66,7 +66,7 @@ def doctor(
 @app.command()
 def convert(
     source: Annotated[
-        str, typer.Argument(help="A folder, or the name of a model on the Hugging Face hub.")
+        str, typer.Argument(help="A folder, a run's folder, or the name of a model on the hub.")
     ],
     destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     max_length: Annotated[
@@ -100,8 +100,8 @@ def convert(
     mBART; a Longformer or LED comes over as it is. Weights, head, labels and tokenizer are kept,
     learned positions are repeated. The report says how far the outputs of the two models are apart
     on input that fits the window; there they should be equal but for rounding. With int8 weights
-    a second one says how far these move hidden states and embeddings; the source may then be a
-    model that longspan has made.
+    a second one says how far these move hidden states and embeddings. A model that longspan has
+    made, or a run's best one, is copied with its tokenizer, longer or int8 if you ask for it.
 
     [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
     """
@@ -109,6 +109,7 @@ def convert(
 
     from longspan.hub.checkpoint import convert_checkpoint
     from longspan.hub.report import show
+    from longspan.tasks.start import find_source
 
     logging.disable_progress_bar()
     console = _console()
@@ -118,7 +119,7 @@ def convert(
         texts = [_text_of(path) for path in text or []]
         with console.status(f"converting {source} ..."):
             made = convert_checkpoint(
-                source,
+                find_source(source),
                 destination,
                 max_length=max_length,
                 window=window,

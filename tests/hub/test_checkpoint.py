@@ -107,7 +107,7 @@ def test_int8_of_a_model_that_is_long_already(bert: Path, tmp_path: Path) -> Non
 
     long, small = tmp_path / "long", tmp_path / "small"
     convert_checkpoint(bert, long, window=32)
-    with pytest.raises(ValueError, match="is long already"):
+    with pytest.raises(ValueError, match="its windows stay as they are"):
         convert_checkpoint(long, small, window=16, int8=True)
     made = convert_checkpoint(long, small, int8=True)
     assert made.parity == []
@@ -115,6 +115,38 @@ def test_int8_of_a_model_that_is_long_already(bert: Path, tmp_path: Path) -> Non
     assert made.megabytes is not None
     assert made.megabytes[1] < made.megabytes[0]
     assert longspan.LongspanModel.from_pretrained(small).config.quantize == "int8"
+
+
+def test_a_model_that_is_long_already_is_copied_or_made_longer(bert: Path, tmp_path: Path) -> None:
+    from longspan.hub.checkpoint import convert_checkpoint
+
+    long = tmp_path / "long"
+    convert_checkpoint(bert, long, window=32)
+    same = convert_checkpoint(long, tmp_path / "same")
+    assert (same.positions, same.parity) == ((320, 320), [])
+    assert convert_checkpoint(long, tmp_path / "longer", max_length=500).positions == (320, 500)
+    ids = torch.randint(5, len(WORDS), (1, 300))
+    made = [
+        longspan.LongspanForMaskedLM.from_pretrained(tmp_path / name).eval()(ids).logits
+        for name in ("long", "same", "longer")
+    ]
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])
+    with pytest.raises(ValueError, match="positions are only ever added"):
+        convert_checkpoint(long, tmp_path / "shorter", max_length=100)
+    with pytest.raises(ValueError, match="a text has nothing to compare"):
+        convert_checkpoint(long, tmp_path / "compared", texts=["the cat"])
+
+
+def test_a_model_of_other_layers_is_copied(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 60, "hidden_size": 24, "num_attention_heads": 3}
+    config = longspan.LongspanConfig(
+        **sizes, num_hidden_layers=1, intermediate_size=32, attention={"kind": "performer"}
+    )
+    longspan.LongspanModel(config).save_pretrained(tmp_path / "made")
+    done = run(tmp_path / "made", tmp_path / "copy")
+    assert done.exit_code == 0, done.output
+    assert "window" not in done.output
 
 
 def test_int8_is_for_encoders(tmp_path: Path) -> None:
@@ -186,6 +218,8 @@ def test_bad_sources_are_named(bert: Path, tmp_path: Path) -> None:
     done = run(bert, tmp_path / "long")
     assert done.exit_code != 0
     assert "supported are" in plain(done.output)
+    (bert / "config.json").write_text("{")
+    assert "is not JSON" in plain(run(bert, tmp_path / "long").output)
     done = run(tmp_path / "nowhere", tmp_path / "long")
     assert done.exit_code != 0
     assert not (tmp_path / "long").exists()

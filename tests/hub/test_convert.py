@@ -1,6 +1,7 @@
 """Checkpoints in and out, compared with transformers on the same weights."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -225,6 +226,25 @@ def test_a_truncated_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="damaged or cut off"):
         longspan.convert(tmp_path)
+
+
+def test_weights_of_another_size_are_named(tmp_path):
+    name = "encoder.layer.1.output.dense.weight"
+    rewrite(saved(tmp_path), lambda weights: weights.update({name: weights[name][:9].clone()}))
+    with pytest.raises(ValueError, match=rf"{name}: \(9, .* in the file"):
+        longspan.convert(tmp_path)
+
+
+def test_what_holds_no_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no model: there is no config\.json$"):
+        longspan.convert(tmp_path)
+    saved(tmp_path / "checkpoints" / "step-1")
+    with pytest.raises(ValueError, match=r"there is one in .*step-1$"):
+        longspan.convert(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json is a file; give the folder"):
+        longspan.convert(tmp_path / "checkpoints" / "step-1" / "config.json")
+    with pytest.raises(TypeError, match=r"transformers model, a folder or the name.*got Linear"):
+        longspan.convert(cast(Any, torch.nn.Linear(2, 2)))
 
 
 class Trap:

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 MISSING = (
     f"transformers' tests are not in its wheel: git clone --depth 1 --branch "
     f"v{transformers.__version__} https://github.com/huggingface/transformers, pip install "
-    f"parameterized, and set {VARIABLE} to the clone"
+    f"parameterized sentencepiece, and set {VARIABLE} to the clone"
 )
 
 

@@ -6,7 +6,13 @@ import pytest
 import torch
 from models.small import MODERN, VOCAB, batch, short_sizes, spread
 
-from longspan import LongspanConfig, LongspanModel, pad, unpad
+from longspan import (
+    LongspanConfig,
+    LongspanForSequenceClassification,
+    LongspanModel,
+    pad,
+    unpad,
+)
 
 
 def encoder(**changes):
@@ -202,6 +208,23 @@ def wrong(**inputs):
 def test_wrong_input_is_named(inputs, message):
     with pytest.raises(ValueError, match=message):
         encoder()(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (wrong(input_ids=[[5, 6]]), r"input_ids must be a tensor, got list.*return_tensors"),
+        (wrong(input_ids=ids(1, 2).numpy()), "input_ids must be a tensor, got ndarray"),
+        (wrong(input_ids=ids(1, 2).float()), "int64 or int32, got torch.float32"),
+        (wrong(input_ids=ids(1, 2).bool()), "int64 or int32, got torch.bool"),
+        (wrong(input_ids=ids(1, 2), attention_mask=[[1, 1]]), "attention_mask must be a tensor"),
+    ],
+)
+def test_what_is_no_tensor_of_ids_is_named(inputs, message):
+    heads = LongspanForSequenceClassification(encoder().config)
+    for model in (encoder(), heads):
+        with pytest.raises(TypeError, match=message):
+            model(**inputs)
 
 
 def test_no_token_types_at_all():

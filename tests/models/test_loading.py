@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models.small import build
+from models.small import build, short_sizes
 from safetensors.torch import load_file, save_file
 
 from longspan import (
@@ -75,8 +75,35 @@ def test_weights_of_another_size(saved):
         weights["encoder.layers.0.up.weight"] = weights["encoder.layers.0.up.weight"][:9].clone()
 
     rewrite(saved, shrink)
-    with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight|mismatch"):
+    with pytest.raises(ValueError, match=r"layers\.0\.up\.weight: \(9, .* in the file"):
         LongspanForMaskedLM.from_pretrained(saved)
+
+
+def test_a_head_of_other_labels_is_drawn_anew_if_asked(saved):
+    build("ForTokenClassification").save_pretrained(saved)
+    with pytest.raises(ValueError, match=r"classifier.*ignore_mismatched_sizes=True"):
+        LongspanForTokenClassification.from_pretrained(saved, num_labels=5)
+    model = LongspanForTokenClassification.from_pretrained(
+        saved, num_labels=5, ignore_mismatched_sizes=True
+    )
+    assert model.classifier.out_features == 5
+
+
+def test_a_model_of_another_library(saved):
+    transformers.BertModel(transformers.BertConfig(**short_sizes())).save_pretrained(saved)
+    with pytest.raises(ValueError, match=r"of type 'bert', not LongspanModel; longspan\.convert"):
+        LongspanModel.from_pretrained(saved)
+
+
+def test_a_config_that_is_damaged(saved):
+    (saved / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match=r"config\.json is damaged, it is not JSON"):
+        LongspanModel.from_pretrained(saved)
+
+
+def test_a_file_instead_of_its_folder(saved):
+    with pytest.raises(ValueError, match=r"model\.safetensors is a file; give the folder"):
+        LongspanModel.from_pretrained(saved / "model.safetensors")
 
 
 def test_a_new_head_and_a_missing_pooler_are_fine(saved):

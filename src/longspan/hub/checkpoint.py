@@ -1,7 +1,6 @@
 """A checkpoint on disk made long: weights, tokenizer, and a report of how equal the two are."""
 
 import copy
-import json
 import os
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from longspan import models
 from longspan.hub import seq2seq
-from longspan.hub.convert import convert, load
+from longspan.hub.convert import convert, load, positions_of
 from longspan.hub.rounding import MOST_TOKENS, Rounding, compare
 from longspan.models import (
     LongspanConfig,
@@ -24,6 +23,7 @@ from longspan.models import (
     LongspanSeq2SeqConfig,
     quantize,
 )
+from longspan.models.loading import read_config
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Parity:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was made of a checkpoint. `rounding` and `megabytes`, before and after, are there if its
-    weights were made int8."""
+    """What was made of a checkpoint; `window` is None where a layer has none. `rounding` and
+    `megabytes`, before and after, are there if its weights were made int8."""
 
     source: str
     result: str
     positions: tuple[int, int]
-    window: int
+    window: int | None
     parameters: int
     parity: list[Parity]
     notes: list[str] = field(default_factory=list)
@@ -64,20 +64,25 @@ def convert_checkpoint(
 ) -> Conversion:
     """`convert`, from a folder or hub name to a folder, with the tokenizer and a parity report.
 
-    With `int8` the weights are then quantized, with a report of what that costs; then the source
-    may be one of longspan's own. The folder appears only when everything is in it.
+    One of longspan's own is copied, with `max_length` positions if that is given. With `int8` the
+    weights are then quantized, with a report of what that costs. The folder appears only when
+    everything is in it.
     """
     destination = Path(destination)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists already; give a folder that does not")
-    own = _own(source) if int8 else None
+    own = _own(source)
     theirs = load(source) if own is None else own
-    long = own is not None
-    if long and (max_length is not None or window is not None):
-        raise ValueError(f"{source} is long already: its positions and windows stay as they are")
+    trained = _trained(theirs)
+    if own is not None and window is not None:
+        raise ValueError(f"{source} is one of longspan's already: its windows stay as they are")
+    if own is not None and texts and not int8:
+        raise ValueError(f"{source} is one of longspan's already: a text has nothing to compare")
     ours = own or convert(theirs, max_length=max_length, window=window)
+    if own is not None and max_length is not None:
+        own.extend_positions(max_length)
     tokenizer, notes = _tokenizer(source, ours)
-    reports = [] if long else parity(theirs, ours, tokenizer=tokenizer, texts=texts)
+    reports = [] if own else parity(theirs, ours, tokenizer=tokenizer, texts=texts)
     saved, rounding, size = ours, [], _megabytes(ours)
     if int8:
         saved = quantize(ours)
@@ -96,7 +101,6 @@ def convert_checkpoint(
         os.replace(building, destination)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    trained = _trained(theirs, ours)
     return Conversion(
         source=type(theirs).__name__,
         result=type(ours).__name__,
@@ -111,12 +115,9 @@ def convert_checkpoint(
 
 
 def _own(source: str | Path) -> LongspanPreTrainedModel | None:
-    """The encoder of longspan's in a folder, None if it holds another's."""
-    path = Path(source) / "config.json"
-    if not path.exists():
-        return None
-    known = json.loads(path.read_text(encoding="utf8"))
-    if known.get("model_type") != LongspanConfig.model_type:
+    """The model of longspan's in a folder, None if it holds another's."""
+    known = read_config(source)
+    if known.get("model_type") not in (LongspanConfig.model_type, LongspanSeq2SeqConfig.model_type):
         return None
     return getattr(models, known["architectures"][0]).from_pretrained(source)
 
@@ -132,8 +133,9 @@ def parity(
 ) -> list[Parity]:
     """Compare outputs in float32 on input that fits the window: random ids, then given texts."""
     theirs, ours = copy.deepcopy(theirs).float().eval(), copy.deepcopy(ours).float().eval()
-    fits = min(_window(theirs, ours) // 2 + 1, ours.config.longest or 512)
-    fits = min(fits, _trained(theirs, ours))
+    window = _window(theirs, ours)
+    assert window is not None  # what `convert` makes has them
+    fits = min(window // 2 + 1, ours.config.longest or 512, _trained(theirs))
     inputs = _inputs(ours, tokenizer, texts, fits, seed)
     return [Parity(what, ids.shape[1], *_difference(theirs, ours, ids)) for what, ids in inputs]
 
@@ -185,15 +187,23 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return found[:-1] if len(found) > 1 and "last_hidden_state" in outputs else found
 
 
-def _trained(theirs: PreTrainedModel, ours: LongspanPreTrainedModel) -> int:
-    """The longest document theirs has positions for."""
-    if isinstance(ours.config, LongspanSeq2SeqConfig):
-        return seq2seq.positions(theirs.config)[0]
-    return theirs.config.max_position_embeddings - ours.config.position_offset
+def _trained(model: PreTrainedModel) -> int:
+    """The longest document that a model, theirs or ours, has positions for."""
+    config = model.config
+    if config.model_type in seq2seq.FAMILIES:
+        return seq2seq.positions(config)[0]
+    if isinstance(config, LongspanConfig):
+        return config.max_position_embeddings - config.position_offset
+    known = positions_of(config)[1]
+    assert known is not None  # it was loaded, so its family is known
+    return known
 
 
-def _window(theirs: PreTrainedModel, ours: LongspanPreTrainedModel) -> int:
-    """The narrowest window among layers that had none, or among all if each layer had one."""
+def _window(theirs: PreTrainedModel, ours: LongspanPreTrainedModel) -> int | None:
+    """The narrowest window among layers that had none, or among all if each layer had one; None
+    where a layer of ours is of another kind."""
+    if any("window" not in setting for setting in ours.config.attention):
+        return None
     windows = [setting["window"] for setting in ours.config.attention]
     kinds = getattr(theirs.config, "layer_types", None) or [None] * len(windows)
     converted = [w for w, kind in zip(windows, kinds, strict=True) if kind != "sliding_attention"]

@@ -4,6 +4,7 @@ Encoder-decoders go the same ways, see `seq2seq`.
 """
 
 import warnings
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from longspan.hub.families import FAMILIES, HEADS, Family, modules
 from longspan.layers.position import tile_positions
 from longspan.models import (
     LongspanConfig,
+    LongspanDecoderConfig,
     LongspanForConditionalGeneration,
     LongspanPreTrainedModel,
     LongspanSeq2SeqConfig,
 )
-from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
+from longspan.models.loading import load_weights, refuse_file, refuse_missing, refuse_surplus
 
 # The paper went from 512 positions to 4,096.
 _TIMES = 8
@@ -54,6 +56,11 @@ def convert(
         window: in tokens, half on each side; by default 512, for BART and mBART 1,024.
     """
     model = load(source) if isinstance(source, (str, Path)) else source
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            "convert takes a transformers model, a folder or the name of a model on the hub, got "
+            f"{type(model).__name__}"
+        )
     if model.config.model_type in seq2seq.FAMILIES:
         return seq2seq.convert(model, max_length=max_length, window=window)
     window = _WINDOW if window is None else window
@@ -174,6 +181,10 @@ def _recognise(name: str, config: Any) -> tuple[Family, str]:
         raise ValueError(
             f"{name} is one of longspan's already; model.extend_positions(length) makes it longer"
         )
+    if config.model_type == LongspanDecoderConfig.model_type:
+        raise ValueError(
+            f"{name} is a language model of longspan's already: there is nothing to convert"
+        )
     raise ValueError(
         f"cannot convert {name} (model_type {config.model_type!r}); supported are "
         f"{', '.join(family.name for family in FAMILIES.values())}, each with {', '.join(HEADS)}, "
@@ -209,6 +220,9 @@ def load(source: str | Path) -> PreTrainedModel:
     Refused are architectures nobody knows here, pickled weights, and checkpoints that are damaged
     or lack weights. Only a pooler may be missing, as many checkpoints have none; it is left out.
     """
+    refuse_file(source)
+    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
+        raise ValueError(_no_model(Path(source)))
     try:
         config = AutoConfig.from_pretrained(source)
     except OSError as error:
@@ -235,6 +249,14 @@ def load(source: str | Path) -> PreTrainedModel:
         left = sorted(info["unexpected_keys"])
         warnings.warn(f"{source}: {len(left)} weights are not used: {left[:8]}", stacklevel=3)
     return model
+
+
+def _no_model(folder: Path) -> str:
+    """That a folder holds none, and which below it do: a run keeps its own two levels down."""
+    below = chain.from_iterable(folder.glob(f"{'*/' * depth}config.json") for depth in (1, 2, 3))
+    found = [str(path.parent) for path in islice(below, 4)]
+    hint = f"; there is one in {', '.join(found)}" if found else ""
+    return f"{folder} holds no model: there is no config.json{hint}"
 
 
 def _separator(source: str | Path) -> int | None:

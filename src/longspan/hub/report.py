@@ -8,9 +8,10 @@ from longspan.hub.checkpoint import Conversion
 
 def show(made: Conversion, console: Console) -> None:
     trained, longest = made.positions
+    window = "" if made.window is None else f"window {made.window:,}, "
     console.print(
         f"{made.source} -> {made.result}: {trained:,} -> {longest:,} positions, "
-        f"window {made.window:,}, {made.parameters / 1e6:.1f} M parameters",
+        f"{window}{made.parameters / 1e6:.1f} M parameters",
         highlight=False,
     )
     if made.parity:

@@ -16,7 +16,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from longspan.layers.causal import CausalWindow, RelativePositions
 from longspan.layers.decoder_block import DecoderBlock
 from longspan.models.decoder_config import LongspanDecoderConfig
-from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
+from longspan.models.loading import load_weights, refuse_missing, refuse_other, refuse_surplus
 from longspan.models.presets import readable
 from longspan.models.sampling import Sampler
 
@@ -96,6 +96,7 @@ class LongspanForCausalLM(PreTrainedModel):
             return super().from_pretrained(source, *arguments, **options)
         if options.pop("use_safetensors", None) is False:
             raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
+        refuse_other(source, cls.__name__)
         tell = options.pop("output_loading_info", False)
         model, info = load_weights(super().from_pretrained, source, *arguments, **options)
         refuse_missing(source, cls.__name__, info["missing_keys"])

@@ -25,7 +25,7 @@ from longspan.models.inputs import (
     check_tokens,
     check_types,
 )
-from longspan.models.loading import load_weights, refuse_missing, refuse_surplus
+from longspan.models.loading import load_weights, refuse_missing, refuse_other, refuse_surplus
 from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
 from longspan.ops.shorten import Pools, shorten
@@ -147,6 +147,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(source, *arguments, **options)
         if options.pop("use_safetensors", None) is False:
             raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
+        refuse_other(source, cls.__name__)
         tell = options.pop("output_loading_info", False)
         model, info = load_weights(super().from_pretrained, source, *arguments, **options)
         prefix = f"{cls.base_model_prefix}."

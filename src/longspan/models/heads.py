@@ -103,7 +103,7 @@ class _Head(LongspanPreTrainedModel):
         **rest: Tensor | bool | None,
     ) -> LongspanOutput:
         like = input_ids if input_ids is not None else inputs_embeds
-        if global_attention_mask is None and like is not None and like.dim() >= 2:
+        if global_attention_mask is None and isinstance(like, Tensor) and like.dim() >= 2:
             global_attention_mask, most = choose_global(
                 self.config.global_preset or self.preset,
                 like,
@@ -366,9 +366,9 @@ class LongspanForMultipleChoice(_Head):
     ) -> LongspanMultipleChoiceOutput:
         """Everything is [batch, choices, tokens]; `labels` [batch] is the right choice."""
         given = input_ids if input_ids is not None else inputs_embeds
-        if given is None or given.dim() < 3:
-            shape = None if given is None else tuple(given.shape)
-            raise ValueError(f"input_ids must be [batch, choices, tokens], got {shape}")
+        if not isinstance(given, Tensor) or given.dim() < 3:
+            got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"input_ids must be a tensor [batch, choices, tokens], got {got}")
         encoded = self._encode(
             _one_row_each(input_ids),
             _one_row_each(global_attention_mask),

@@ -23,6 +23,8 @@ def check_tokens(
     """Whichever of the two was given, or an error."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give either input_ids or inputs_embeds")
+    _check_tensor("input_ids", input_ids)
+    _check_tensor("inputs_embeds", inputs_embeds)
     if input_ids is None:
         given = cast(Tensor, inputs_embeds)
         wanted = config.embedding_size
@@ -34,8 +36,8 @@ def check_tokens(
         given = input_ids
         if given.dim() != 2:
             raise ValueError(f"input_ids must be [batch, tokens], got {tuple(given.shape)}")
-        if given.is_floating_point():
-            raise TypeError(f"input_ids must be integers, got {given.dtype}")
+        if given.dtype not in (torch.int64, torch.int32):  # no others are looked up in a table
+            raise TypeError(f"input_ids must be int64 or int32, got {given.dtype}")
     if given.shape[0] == 0 or given.shape[1] == 0:
         raise ValueError(f"an empty batch: [batch, tokens] = {tuple(given.shape[:2])}")
     if input_ids is not None and readable(input_ids):
@@ -60,6 +62,7 @@ def check_shape(name: str, tensor: Tensor | None, like: Tensor) -> None:
     """Raise unless a tensor is [batch, tokens], as that of shape [batch, tokens, ...] says."""
     if tensor is None:
         return
+    _check_tensor(name, tensor)
     if tensor.shape != like.shape[:2]:
         raise ValueError(
             f"{name} must be [batch, tokens] = {tuple(like.shape[:2])}, got {tuple(tensor.shape)}"
@@ -122,6 +125,14 @@ def check_types(config: LongspanConfig, token_type_ids: Tensor | None) -> None:
             raise ValueError(
                 f"token_type_ids from {low} to {high}, but the model has types 0 to {types - 1}"
             )
+
+
+def _check_tensor(name: str, given: object) -> None:
+    if given is not None and not isinstance(given, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(given).__name__}: torch.tensor(...) makes one, "
+            'and so does a tokenizer with return_tensors="pt"'
+        )
 
 
 def _range(ids: Tensor) -> tuple[int, int]:

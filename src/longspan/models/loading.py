@@ -1,5 +1,6 @@
 """Weights from a checkpoint: safetensors only, whole, and complete."""
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +14,13 @@ def load_weights(
     load: Any, source: str | Path, *arguments: Any, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """(model, loading info) from a `from_pretrained`, with its failures put in plain words."""
+    refuse_file(source)
+    resize = options.pop("ignore_mismatched_sizes", False)
     options |= {"use_safetensors": True, "output_loading_info": True}
     spoken = logging.get_verbosity()
     logging.set_verbosity_error()  # what is missing or left over is reported by us
     try:
-        return load(source, *arguments, **options)
+        model, info = load(source, *arguments, ignore_mismatched_sizes=True, **options)
     except OSError as error:
         folder = Path(source)
         if folder.is_dir() and not any(folder.rglob("*.safetensors")):
@@ -33,6 +36,44 @@ def load_weights(
         raise ValueError(f"the weights in {source} are damaged or cut off: {error}") from error
     finally:
         logging.set_verbosity(spoken)
+    if info["mismatched_keys"] and not resize:
+        name, held, wanted = min(info["mismatched_keys"])
+        raise ValueError(
+            f"{source}: {len(info['mismatched_keys'])} weights have other sizes than the config "
+            f"says, among them {name}: {tuple(held)} in the file, {tuple(wanted)} by the config. "
+            "from_pretrained(..., ignore_mismatched_sizes=True) draws them anew: a head of other "
+            "labels, say"
+        )
+    return model, info
+
+
+def refuse_file(source: str | Path) -> None:
+    """Raise if it is one: transformers would take it for pickled weights."""
+    if Path(source).is_file():
+        raise ValueError(
+            f"{source} is a file; give the folder that holds config.json and the weights"
+        )
+
+
+def read_config(source: str | Path) -> dict[str, Any]:
+    """The config.json in a folder; nothing where there is none, as for a name on the hub."""
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, it is not JSON: {error}") from None
+
+
+def refuse_other(source: str | Path, name: str) -> None:
+    """Raise if a folder holds a model of another library: of its weights none would be found."""
+    kind = read_config(source).get("model_type", "longspan")
+    if not kind.startswith("longspan"):
+        raise ValueError(
+            f"{source} holds a model of type {kind!r}, not {name}; longspan.convert makes one of "
+            "longspan's of it"
+        )
 
 
 def refuse_missing(source: str | Path, name: str, missing: Iterable[str]) -> None:

@@ -48,7 +48,7 @@ class SourceEncoder(LongspanModel):
         output_attentions: bool | None = None,
     ) -> LongspanOutput:
         like = input_ids if input_ids is not None else inputs_embeds
-        if global_attention_mask is None and like is not None and like.dim() >= 2:
+        if global_attention_mask is None and isinstance(like, Tensor) and like.dim() >= 2:
             global_attention_mask, most = choose_global(
                 self.config.global_preset or "first",
                 like,
