@@ -306,11 +306,12 @@ private:
         top = top > before ? top : before;
         float base = top == -HUGE_VALF ? 0.0f : top;
         vec sum{};
+        const bool drops = call.drop;
         for (const Part& part : parts)
             for (long j = part.span.begin; j < part.span.end; j += W) {
                 vec p = exp2<per>(load<vec>(part.scores + offset + j) * sharp - base);
                 sum += p;
-                if (call.drop)
+                if (drops)
                     p = (vec)((ivec)p & kept(rows.stream[row], part.keys->at + part.begin * T + j));
                 narrow_vector(p, part.weights + offset + j);
             }

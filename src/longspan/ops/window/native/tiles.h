@@ -219,6 +219,9 @@ inline void pair_rows(const E* from, long ld, U* to, long rows, long columns) {
     }
 }
 
+// Rows of tokens lie too far apart for the processor to guess the next.
+constexpr long AHEAD = 8;
+
 // Tokens `at` as rows of `width` numbers, zero beyond head_dim and beyond the last token.
 template <class N, class E>
 inline void fetch(const N* base, long stride, const int32_t* at, long count, long rows, long dim,
@@ -230,6 +233,9 @@ inline void fetch(const N* base, long stride, const int32_t* at, long count, lon
             continue;
         }
         const N* token = base + at[i] * stride;
+        if (i + AHEAD < count)
+            for (long d = 0; d < dim; d += 64 / sizeof(N))
+                __builtin_prefetch(base + at[i + AHEAD] * stride + d);
         if constexpr (sizeof(N) == sizeof(E)) {
             std::memcpy(static_cast<void*>(row), token, size_t(dim) * sizeof(E));
         } else {
