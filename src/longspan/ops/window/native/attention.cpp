@@ -40,8 +40,8 @@ public:
     }
 
     bool forward() {
-        long total = call.batch * call.heads * longest;
-        chunk = most(1, least(16, total / 64));
+        // Every chunk packs the keys of its neighbours too, so few of them, but enough for all.
+        chunk = most(1, least(32, call.batch * call.heads * longest / (8 * call.threads)));
         bool done = run(chunks(0, 1), [&](Arena& room, long index, long piece) {
             Head head(call, index);
             long count = lane_chunks(head, 0, 1);
@@ -335,9 +335,14 @@ private:
             float total = state.total[i], share = float(call.boost) / total;
             N* to = out + rows.at[i] * call.out.token;
             const float* sum = state.sum + i * width;
-            // A row that sees nothing may not even have been summed up.
-            for (long d = 0; d < dim; d++) narrow(total == 0 ? 0.0f : sum[d] * share, to[d]);
-            lse[rows.at[i]] = total == 0 ? HUGE_VALF : state.top[i] + std::log2(total);
+            lse[rows.at[i]] = total == 0 ? HUGE_VALF : state.top[i] + log2f(total);
+            if (total == 0) {  // it may not even have been summed up
+                std::memset(static_cast<void*>(to), 0, size_t(dim) * sizeof(N));
+                continue;
+            }
+            long d = 0;
+            for (; d + W <= dim; d += W) narrow_vector(load<vec>(sum + d) * share, to + d);
+            for (; d < dim; d++) narrow(sum[d] * share, to[d]);
         }
     }
 

@@ -130,6 +130,9 @@ inline void narrow_vector(vec x, bf16* to) {
     for (int i = 0; i < W; i++) narrow(x[i], to[i]);
 #endif
 }
+inline void narrow_vector(vec x, f16* to) {
+    for (int i = 0; i < W; i++) narrow(x[i], to[i]);
+}
 
 // c[M][N vectors] = (or +=) a[M][depth] b[depth][N vectors]; a in any layout.
 template <bool ADD, int M, int N, class U>
