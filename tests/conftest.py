@@ -47,3 +47,13 @@ def _forgotten_graphs():
 def device() -> torch.device:
     """Where the kernels run in this session."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def on_device(device):
+    """For tests that compare with formulas: what they make without saying where is made there."""
+    if device.type == "cpu":
+        yield  # as it is anyway, and faster
+    else:
+        with device:
+            yield

@@ -1,12 +1,14 @@
 """The commands that put language models side by side."""
 
 import json
+import shutil
 
 import pytest
 from tasks.tiny import tiny_checkpoint
 from typer.testing import CliRunner
 
 from longspan.cli import app
+from longspan.tasks.charlm import CharLM
 
 RUNNER = CliRunner()
 FEW = ["--limit", "100", "--rows", "2", "--longest", "32", "--tokens", "10", "--step", "16"]
@@ -37,6 +39,32 @@ def test_a_study_trains_and_plots(text, tmp_path):
     assert "rival-dense: done before" in run(*command)
     shown = run("plot", tmp_path / "out" / "rival-dense", "--output", tmp_path / "one", *FEW)
     assert "rival-dense" in shown
+
+
+def test_what_is_done_survives_what_is_not(text, tmp_path, monkeypatch):
+    """A study killed in its second run leaves the first measured; others join it."""
+    command = ["study", "rivals", "--shrink", "--data", text]
+    whole, kill = CharLM.loss, {"rival-xl": KeyboardInterrupt}
+
+    def loss(self, *arguments):
+        if self.recipe.name in kill:
+            raise kill[self.recipe.name]
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(CharLM, "loss", loss)
+    killed = ["--only", "rival-staged", "--only", "rival-xl", "--output", tmp_path / "killed"]
+    done = RUNNER.invoke(app, [str(argument) for argument in [*command, *killed]])
+    assert done.exit_code == 130
+    run(*command, "--only", "rival-dense", "--output", tmp_path / "apart")
+    runs = [tmp_path / "killed" / "rival-staged", tmp_path / "apart" / "rival-dense"]
+    for own in runs:
+        shutil.rmtree(own / "checkpoints")
+    assert run("plot", *runs, "--output", tmp_path / "joined").count("measured before") == 2
+    found = json.loads((tmp_path / "joined" / "runs.json").read_text())
+    for one in found["runs"]:
+        assert one["bits_per_character"].keys() == {"valid", "test"}
+        assert min(one["recl"]["0.1"], one["characters_per_second"], one["peak_mib"]) > 0
+    assert (tmp_path / "joined" / "runs-context.svg").exists()
 
 
 def test_an_arena(tmp_path):

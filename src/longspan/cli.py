@@ -324,6 +324,30 @@ def lm(
 
 
 @bench_app.command()
+def finetuning(
+    quick: _Quick = False,
+    device: _Device = None,
+    dtype: _Dtype = None,
+    threads: _Threads = 1,
+    only: _Only = None,
+    output: _Output = Path("build/bench"),
+    fresh: _Fresh = False,
+) -> None:
+    """Tokens per second of finetuning against the bare training step, and of tokenising.
+
+    An encoder of base size with random weights learns to classify documents of some 4,096 tokens,
+    made of Python's own sources, by what [bold]longspan train classify[/] does: batches, dropout,
+    forward, backward, clipping, AdamW, logging. Beside it stands the training step that
+    [bold]longspan bench models[/] measures, and how long a million characters take to become
+    tokens. Writes [bold]finetuning-<device>.json[/].
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    _bench("finetuning", quick, device, dtype, threads, None, only or [], output, fresh)
+
+
+@bench_app.command()
 def family(
     quick: _Quick = False,
     device: _Device = None,

@@ -1,4 +1,4 @@
-"""The commands that put models side by side: study, plot."""
+"""The commands that put models side by side: study, plot, scores."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,7 +86,8 @@ def study(
     trained from scratch unless --model names another.
     [bold]lra-listops[/], [bold]lra-text[/]: Long Range Arena with every kind that encoders have, as
     many steps for each or, with --minutes, as much time; the published table beside ours.
-    Interrupted, the same command goes on; what failed is named, and tried again by it.
+    Interrupted, the same command goes on; what failed is named, and tried again by it. Each run is
+    measured when it is done; [bold]longspan plot[/] joins runs of several studies.
 
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
@@ -96,7 +97,7 @@ def study(
     """
     from transformers.utils import logging
 
-    from longspan.analyze.runs import Probe
+    from longspan.analyze.runs import Probe, measure_run
     from longspan.recipes import ARENA, find_study
     from longspan.recipes.shrink import shrink
     from longspan.tasks.runs import carry_out
@@ -147,7 +148,9 @@ def study(
         if minutes is not None:
             settings["minutes"] = minutes
         recipes = [change(r, settings) for r in recipes if not only or r.name in only]
-        failed = carry_out(recipes, folder, console)
+        failed = carry_out(
+            recipes, folder, console, after=lambda run, task: measure_run(run, task, probe)
+        )
         done = [folder / recipe.name for recipe in recipes if recipe.name not in failed]
         if done:
             _plot(done, probe, data, folder)
@@ -282,7 +285,8 @@ def plot(
 
     Bits per character on valid and test, RECL, characters per second, memory; curves against time,
     characters and steps; loss by position, and by distance from a document's beginning. The best
-    checkpoint of each run counts. Writes [bold]runs.json[/] first and draws from it.
+    checkpoint of each run counts. Writes [bold]runs.json[/] first and draws from it. A run that was
+    measured alike before is not measured again, and needs no more than its measured.json.
     """
     from transformers.utils import logging
 
@@ -308,3 +312,36 @@ def _plot(runs: list[Path], probe: "Probe", data: Path | None, output: Path) -> 
     console.print(table(found))
     for path in draw(found, output / "runs"):
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+@commands.command()
+def scores(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of finetuned runs, or of runs by seed.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write NAME.json, .md, .png and .svg.")
+    ] = None,
+) -> None:
+    """One table of finetuned runs: test and validation scores, mean and deviation over seeds.
+
+    A run of [bold]longspan train TASK --seeds 5[/] counts as one row. With --output the same as
+    JSON, with every seed's scores and the settings, and a figure with a dot for each seed.
+
+    [bold]longspan scores runs/hyperpartisan-* --output hyperpartisan[/]
+    """
+    from longspan.analyze.scores import collect, draw, markdown, table
+    from longspan.train.checkpoint import write_json, write_text
+
+    console = console_for_logs()
+    try:
+        arms = collect(runs)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console.print(table(arms))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(Path(f"{output}.json"), {"arms": arms})
+        write_text(Path(f"{output}.md"), markdown(arms))
+        for path in draw(arms, output):
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)

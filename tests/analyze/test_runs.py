@@ -67,6 +67,31 @@ def test_numbers_are_those_of_the_runs(found, runs):
     json.dumps(found)
 
 
+def test_runs_measured_apart_are_joined(found, runs, tmp_path):
+    """By what was written into their folders; checkpoints and text may be elsewhere by then."""
+    copies = [tmp_path / folder.name for folder in runs]
+    for folder, copy in zip(runs, copies, strict=True):
+        copy.mkdir()
+        (copy / "measured.json").write_bytes((folder / "measured.json").read_bytes())
+    said = []
+    assert measure(copies, Probe(), say=said.append) == found
+    assert said == [f"measured before: {name}" for name in NAMES]
+    known = json.loads((copies[1] / "measured.json").read_text())
+    known["probe"]["limit"] += 1
+    (copies[1] / "measured.json").write_text(json.dumps(known))
+    with pytest.raises(ValueError, match="rival-xl was measured by"):
+        measure(copies, Probe())
+
+
+def test_a_run_is_measured_again_by_another_probe(runs):
+    said = []
+    other = replace(PROBE, limit=100)
+    for _ in range(2):
+        assert measure(runs[:1], other, say=said.append)["probe"]["limit"] == 100
+    measure(runs[:1], PROBE)
+    assert said == [f"measuring {NAMES[0]}", f"measured before: {NAMES[0]}"]
+
+
 def test_positions_are_averaged_in_doubling_bins(monkeypatch):
     class Model:
         pass

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from longspan.bench import led, models
+from longspan.bench import finetuning, led, models
 from longspan.bench.attention.cases import AttentionCase
 from longspan.bench.attention.contenders import CONTENDERS
 from longspan.bench.benchmark import PASSES, Settings
+from longspan.bench.finetuning.cases import STEP, FinetuningCase
 from longspan.bench.led.cases import LEDCase
 from longspan.bench.measure import measure
 from longspan.bench.models.cases import ModelCase
@@ -70,6 +71,20 @@ def test_encoder_decoders_are_measured(kind, beams, name):
         tokens=256, target=40, layers=2, hidden=64, heads=4, vocab=100, window=64, beams=beams
     )
     (point,) = measure(case, kind, [led.CONTENDERS[name]], settings)
+    assert point.error is None
+    assert point.ms is not None
+    assert point.mib is not None
+    assert point.ms > 0
+    assert point.mib > 0
+
+
+@pytest.mark.parametrize("name", ["step", "finetuning", "finetuning-plain"])
+def test_finetuning_is_measured(name):
+    settings = Settings(device="cuda", threads=1, rep_ms=5)
+    case = FinetuningCase(
+        tokens=256, batch=3, layers=2, hidden=64, heads=2, vocab=300, window=64, steps=8
+    )
+    (point,) = measure(case, STEP[0], [finetuning.CONTENDERS[name]], settings)
     assert point.error is None
     assert point.ms is not None
     assert point.mib is not None

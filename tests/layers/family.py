@@ -1,5 +1,8 @@
 """A small setting of every mechanism of the family, and what the tests of each of them share."""
 
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -8,6 +11,9 @@ from longspan.layers.observing import Observing
 from longspan.layers.registry import build_attention, build_causal_attention
 
 DIM, HEADS = 24, 3
+# The same numbers everywhere: layers and states are drawn on the CPU, then moved here.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
 
 # Each of them approximates or restricts softmax attention in its own way; none has positions.
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -76,41 +82,40 @@ DECODERS: dict[str, dict[str, Any]] = {
 
 
 def encoder_layer(setting: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
-    torch.manual_seed(0)
-    made = build_attention(DIM, HEADS, setting)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return _used(made).to(dtype).eval()
+    return _layer(partial(build_attention, DIM, HEADS, setting), dtype)
 
 
 def causal_layer(setting: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    return _layer(partial(build_causal_attention, DIM, HEADS, setting, bias=False), dtype)
+
+
+def _layer(build: Callable[[], Any], dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    made = build_causal_attention(DIM, HEADS, setting, bias=False)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return _used(made).to(dtype).eval()
+    with CPU:
+        made = build()
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        # One that takes in what it sees has seen enough to have clusters of its own.
+        for _ in range(4 if isinstance(made, Observing) else 0):
+            made.train()(torch.randn(1, 30, DIM))
+            made.refresh()
+    return made.to(DEVICE, dtype).eval()
 
 
-def _used(made: Any) -> Any:
-    """A layer that takes in what it sees has seen enough to have clusters of its own."""
-    for _ in range(4 if isinstance(made, Observing) else 0):
-        made.train()(torch.randn(1, 30, DIM))
-        made.refresh()
-    return made
-
-
-def keep_choice(made: Any, *given: Any) -> None:
+def keep_choice(made: Any, call: Callable[[], Any]) -> None:
     """Rounding may put a token into another cluster, which is no matter of a few ulps: from now on
-    every call chooses as a call of `given` does."""
+    the layer chooses as it does in this call of it."""
     choose, found = getattr(made, "clusters", None), []
     if choose is not None:
         made.clusters = lambda *points: found.append(choose(*points)) or found[-1]
-        made(*given)
-        made.clusters = lambda *points: found[0]
+        call()
+        again = cycle(found)
+        made.clusters = lambda *points: next(again)
 
 
 def states(batch: int, tokens: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(batch, tokens, DIM, dtype=torch.float64).to(dtype)
+    drawn = torch.randn(batch, tokens, DIM, dtype=torch.float64, device=CPU)
+    return drawn.to(DEVICE, dtype)
 
 
 def heads_of(made: Any, hidden: torch.Tensor) -> list[torch.Tensor]:

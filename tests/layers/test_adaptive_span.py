@@ -7,6 +7,8 @@ from layers.family import DIM, HEADS, causal_layer, joined, states
 import longspan
 from longspan.layers.position import rotate
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SETTING = {"kind": "adaptive_span", "longest": 12, "ramp": 4}
 
 

@@ -9,6 +9,8 @@ from layers.family import HEADS, encoder_layer, heads_of, joined, states
 from longspan.layers.blockwise import BlockwiseAttention
 from longspan.ops import visibility
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def masked(made, hidden, seen):
     """Attention under a mask [batch, heads, tokens, tokens]; rows that see nothing are zero."""

@@ -4,6 +4,8 @@ import pytest
 import torch
 from layers.family import HEADS, causal_layer, encoder_layer, heads_of, joined, states
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def test_with_everything_near_a_layer_is_dense():
     made, hidden = encoder_layer({"kind": "bp", "near": 40}), states(2, 33)

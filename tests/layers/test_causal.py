@@ -12,6 +12,8 @@ from longspan.layers.position import rotate
 from longspan.layers.registry import build_causal_attention
 from longspan.layers.xl import XLAttention
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DIM, HEADS, TOKENS = 12, 3, 24
 
 SETTINGS = {
@@ -244,13 +246,13 @@ def test_memories_are_queues():
 
 
 def test_convolution_can_be_the_mean():
-    mean, conv = Compressor(DIM, 3, "mean"), Compressor(DIM, 3, "conv")
+    mean, conv = (Compressor(DIM, 3, kind).double() for kind in ("mean", "conv"))
     assert conv.conv is not None
     assert conv.conv.bias is not None
     with torch.no_grad():
         conv.conv.weight.copy_(torch.eye(DIM)[..., None].expand(-1, -1, 3) / 3)
         conv.conv.bias.zero_()
-    old = torch.randn(2, 9, DIM)
+    old = torch.randn(2, 9, DIM, dtype=torch.float64)
     torch.testing.assert_close(conv(old), mean(old))
 
 

@@ -11,6 +11,8 @@ from longspan.layers.observing import refresh
 from longspan.layers.registry import build_attention
 from longspan.ops import visibility
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SETTING = {"kind": "clusterformer", "clusters": 4, "chunk": 6, "bank": 32, "every": 4}
 
 

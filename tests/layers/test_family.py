@@ -1,15 +1,18 @@
 """What every mechanism of the family promises: masks, lengths, documents, dtypes, models."""
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from layers.family import (
     DECODERS,
+    DEVICE,
     DIM,
     ENCODERS,
     HEADS,
     causal_layer,
     encoder_layer,
-    keep_choice,
     states,
 )
 
@@ -18,7 +21,12 @@ from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
 from longspan.ops import visibility
 
 exactly = {"rtol": 0, "atol": 1e-10}
+BOUNDS = [0, 17, 17, 18, 60]  # of packed documents, one of them empty
 every_encoder = pytest.mark.parametrize("kind", ENCODERS)
+
+
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.long, device=DEVICE)
 
 
 def two_steps(model, ids):
@@ -45,9 +53,9 @@ def test_padding_changes_nothing_wherever_it_is(kind, rotary):
     for left, right in ((0, 13), (13, 0), (6, 5)):
         row = torch.cat((states(1, left), document, states(1, right)), dim=1)
         hidden = torch.cat((row, states(1, row.shape[1])))
-        mask = torch.ones(hidden.shape[:2], dtype=torch.long)
+        mask = ones(*hidden.shape[:2])
         mask[0, :left] = mask[0, left + 37 :] = 0
-        places = torch.arange(row.shape[1]).repeat(2, 1)
+        places = torch.arange(row.shape[1], device=DEVICE).repeat(2, 1)
         places[0] -= left
         seen = visibility(hidden, attention_mask=mask)
         out = made(hidden, seen=seen, position_ids=places)
@@ -58,7 +66,7 @@ def test_padding_changes_nothing_wherever_it_is(kind, rotary):
 @every_encoder
 def test_a_row_of_padding_alone_is_zero(kind):
     made, hidden = encoder_layer(ENCODERS[kind]), states(2, 21).requires_grad_()
-    mask = torch.ones(2, 21, dtype=torch.long)
+    mask = ones(2, 21)
     mask[1] = 0
     out = made(hidden, seen=visibility(hidden, attention_mask=mask))
     assert not out[1].any()
@@ -71,15 +79,15 @@ def test_a_row_of_padding_alone_is_zero(kind):
 @every_encoder
 def test_packed_documents_are_read_as_if_alone(kind):
     made, hidden = encoder_layer({**ENCODERS[kind], "rotary": 100.0}), states(1, 60)
-    seen = visibility(hidden, cu_seqlens=torch.tensor([0, 17, 17, 18, 60]))
-    apart = [made(hidden[:, a:b]) for a, b in ((0, 17), (17, 18), (18, 60))]
+    seen = visibility(hidden, cu_seqlens=torch.tensor(BOUNDS, device=DEVICE))
+    apart = [made(hidden[:, a:b]) for a, b in pairwise(BOUNDS) if b > a]
     torch.testing.assert_close(made(hidden, seen=seen), torch.cat(apart, dim=1), **exactly)
 
 
 @every_encoder
 def test_a_hole_is_not_seen(kind):
     made, hidden = encoder_layer(ENCODERS[kind]), states(2, 30)
-    mask = torch.ones(2, 30, dtype=torch.long)
+    mask = ones(2, 30)
     mask[:, 11:14] = 0
     other = hidden.clone()
     other[:, 11:14] = 5.0
@@ -100,25 +108,11 @@ def test_any_length(kind, tokens):
 
 
 @every_encoder
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lower_precision_stays_close(kind, dtype):
-    made, hidden = encoder_layer(ENCODERS[kind]), states(2, 33)
-    keep_choice(made, hidden)
-    wanted = made(hidden)
-    found = made.to(dtype)(hidden.to(dtype))
-    assert found.dtype == dtype
-    # Rounding of inputs and of a layer's own steps: a few ulps of the largest value.
-    far = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
-    assert float((found.double() - wanted).abs().max()) < far
-
-
-@every_encoder
 def test_gradients(kind):
     # What eps is relative to counts as a constant.
     setting = ENCODERS[kind] | ({"eps": 0.0} if kind == "performer" else {})
     made, hidden = encoder_layer(setting), states(1, 9).requires_grad_()
-    assert torch.autograd.gradcheck(made, (hidden,))
+    assert torch.autograd.gradcheck(made, (hidden,), nondet_tol=1e-10)
 
 
 @every_encoder
@@ -133,11 +127,12 @@ def test_a_model_of_it_learns_and_is_saved(kind, tmp_path):
         max_position_embeddings=66,
         attention=ENCODERS[kind],
     )
-    model = longspan.LongspanForMaskedLM(config)
-    ids = torch.randint(3, 30, (2, 25))
+    model: Any = longspan.LongspanForMaskedLM(config)
+    model.to(DEVICE)
+    ids = torch.randint(3, 30, (2, 25)).to(DEVICE)
     two_steps(model, ids)
     model.eval().save_pretrained(tmp_path)
-    again = longspan.LongspanForMaskedLM.from_pretrained(tmp_path).eval()
+    again = longspan.LongspanForMaskedLM.from_pretrained(tmp_path).to(DEVICE).eval()
     assert torch.equal(model(ids).logits, again(ids).logits)
 
 
@@ -182,22 +177,9 @@ def test_any_length_of_text(kind, tokens):
 
 
 @every_decoder
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lower_precision_stays_close_causally(kind, dtype):
-    made, hidden = causal_layer(DECODERS[kind]), states(2, 33)
-    keep_choice(made, hidden)
-    wanted = made(hidden).out
-    found = made.to(dtype)(hidden.to(dtype)).out
-    assert found.dtype == dtype
-    far = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
-    assert float((found.double() - wanted).abs().max()) < far
-
-
-@every_decoder
 def test_causal_gradients(kind):
     made, hidden = causal_layer(DECODERS[kind]), states(1, 9).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: made(x).out, (hidden,))
+    assert torch.autograd.gradcheck(lambda x: made(x).out, (hidden,), nondet_tol=1e-10)
 
 
 @every_decoder
@@ -212,8 +194,9 @@ def test_a_language_model_of_it_writes(kind, tmp_path):
         intermediate_size=32,
         attention=DECODERS[kind],
     )
-    model = longspan.LongspanForCausalLM(config)
-    ids = torch.randint(0, 30, (2, 13))
+    model: Any = longspan.LongspanForCausalLM(config)
+    model.to(DEVICE)
+    ids = torch.randint(0, 30, (2, 13)).to(DEVICE)
     two_steps(model, ids)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -224,7 +207,7 @@ def test_a_language_model_of_it_writes(kind, tmp_path):
         again = torch.cat((again, model(again).logits[:, -1:].argmax(-1)), 1)
     assert torch.equal(written, again)
     model.save_pretrained(tmp_path)
-    loaded = longspan.LongspanForCausalLM.from_pretrained(tmp_path).eval()
+    loaded = longspan.LongspanForCausalLM.from_pretrained(tmp_path).to(DEVICE).eval()
     assert torch.equal(loaded.generate(ids, 9), written)
 
 

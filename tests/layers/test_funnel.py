@@ -12,6 +12,8 @@ from longspan.ops import visibility
 from longspan.ops.shorten import shorten
 from longspan.ops.window import Visibility
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def softmax(query, key, value):
     return joined((query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value)

@@ -8,6 +8,8 @@ from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
 
 import longspan
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 LINEAR = {"kind": "linformer", "length": 40, "rank": 6}
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from layers.family import causal_layer, encoder_layer, states
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SETTING = {"kind": "performer", "features": 20}
 
 

@@ -7,6 +7,8 @@ from layers.family import HEADS, encoder_layer, heads_of, joined, states
 from longspan.layers.registry import build_attention
 from longspan.ops import visibility, window_attention
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SETTING = {"kind": "poolingformer", "window": (2, 3), "pooled_window": (11, 9)}
 
 

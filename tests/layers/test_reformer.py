@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from layers.family import DIM, HEADS, causal_layer, encoder_layer, states
+from layers.family import DEVICE, DIM, HEADS, causal_layer, encoder_layer, states
 from transformers import ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 SETTING = {"kind": "reformer", "buckets": 4, "rounds": 2, "chunk": 5}
 CAUSAL = {"kind": "reformer", "buckets": 4, "rounds": 2, "reach": 5}
@@ -88,9 +90,8 @@ def test_a_bucket_is_the_nearest_of_directions_and_their_opposites():
 def test_near_tokens_share_a_bucket_more_often():
     torch.manual_seed(0)
     made = encoder_layer({**SETTING, "buckets": 8, "rounds": 64})
-    point = torch.randn(1, 1, HEADS, 8).double()
-    near, far = point + 0.1 * torch.randn_like(point), torch.randn_like(point)
-    buckets = [made.hashes(one) for one in (point, near, far)]
+    point, noise, far = torch.randn(3, 1, 1, HEADS, 8, device="cpu").double().to(DEVICE)
+    buckets = [made.hashes(one) for one in (point, point + 0.1 * noise, far)]
     same = [float((buckets[0] == other).double().mean()) for other in buckets[1:]]
     assert same[0] > 0.7 > 0.4 > same[1]
 

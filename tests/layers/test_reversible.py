@@ -12,6 +12,8 @@ from longspan.layers.registry import build_attention
 from longspan.layers.reversible import run_reversible
 from longspan.ops import visibility
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 REFORMER = {"kind": "reformer", "buckets": 4, "rounds": 2, "chunk": 5}
 SHARED = {"kind": "linformer", "length": 20, "rank": 4, "sharing": "layers"}
 SETTINGS = [{"window": 6}, REFORMER, {"kind": "performer", "features": 8, "fresh": True}]
@@ -105,7 +107,7 @@ def test_the_precision_of_the_forward_pass_is_that_of_the_backward_pass():
     stack, hidden = blocks([REFORMER]).float(), states(1, 20, torch.float32)
     used = []
     stack[0].up.register_forward_hook(lambda _, __, out: used.append(out.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(hidden.device.type, torch.bfloat16):
         out = run_reversible([*stack], hidden, visibility(hidden))
     out.float().sum().backward()
     assert used == [torch.bfloat16] * 2

@@ -5,7 +5,10 @@ import torch
 from layers.family import DIM, HEADS, causal_layer, encoder_layer, joined, states
 from torch.nn.functional import normalize
 
-from longspan.layers.observing import OnlineCentroids, refresh
+from longspan.layers.observing import OnlineCentroids, auxiliary_loss, refresh
+from longspan.ops import visibility
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 SETTING = {"kind": "routing", "clusters": 5, "size": 7}
 CAUSAL = {"kind": "routing", "clusters": 5, "size": 4}
@@ -102,6 +105,33 @@ def test_commitment_pulls_tokens_to_their_centroids():
     assert causal_layer({**CAUSAL, "commitment": 0.0}).train()(hidden).loss is None
 
 
+def test_an_encoder_commits_its_tokens_but_no_padding():
+    made, hidden = encoder_layer(SETTING).train(), states(2, 20).requires_grad_()
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 13:] = 0
+    assert auxiliary_loss(made) == 0.0  # of no call
+    made(hidden, seen=visibility(hidden, attention_mask=mask))
+    loss = auxiliary_loss(made)
+    assert isinstance(loss, torch.Tensor)
+    shared = parts(made, hidden)[0].transpose(1, 2)
+    near = torch.einsum("bnhd,hkd->bnhk", shared, made.centroids.directions).argmax(-1)
+    own = made.centroids.directions[torch.arange(HEADS), near]
+    far = (shared - own).square().mean((2, 3))[mask == 1]
+    torch.testing.assert_close(loss, 1e-4 * far.mean().float())
+    loss.backward()
+    assert hidden.grad is not None
+    assert hidden.grad[mask == 1].any(-1).all()
+    assert not hidden.grad[mask == 0].any()
+    assert made.qkv.weight.grad[:DIM].any()
+    assert not made.qkv.weight.grad[DIM:].any()
+    refresh(made)
+    made.eval()(hidden)
+    assert auxiliary_loss(made) == 0.0
+    free = encoder_layer({**SETTING, "commitment": 0.0}).train()
+    free(hidden)
+    assert auxiliary_loss(free) == 0.0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -116,6 +146,7 @@ def test_a_wrong_setting_is_named(change, message):
             build({**SETTING, **change})
 
 
-def test_a_negative_cost_is_named():
+@pytest.mark.parametrize("build", [encoder_layer, causal_layer])
+def test_a_negative_cost_is_named(build):
     with pytest.raises(ValueError, match="commitment=-1"):
-        causal_layer({**CAUSAL, "commitment": -1})
+        build({**CAUSAL, "commitment": -1})

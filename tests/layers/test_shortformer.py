@@ -9,6 +9,8 @@ from layers.family import DIM, HEADS, causal_layer, joined, states
 from longspan.layers.position import sinusoids
 from longspan.layers.shortformer import ShortformerAttention
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def formula(made, hidden, segment, places=None):
     """Every token with its own segment and the one before, one after the other."""

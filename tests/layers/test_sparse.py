@@ -6,6 +6,8 @@ from layers.family import HEADS, causal_layer, joined, states
 
 from longspan.layers.position import rotate
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def strided(head, i, j):
     return i - j < 5 if head < 2 else (i - j) % 5 == 0

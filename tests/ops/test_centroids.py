@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from longspan.ops import centroids as module
 from longspan.ops.centroids import nearest, spherical_kmeans, strongest, sums_of
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 @pytest.mark.parametrize("together", [1, 2**24])
 def test_nearest_is_the_largest_product(together, monkeypatch):

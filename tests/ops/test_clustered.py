@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longspan.ops import clustered as module
 from longspan.ops.clustered import clustered_attention, routed_attention
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def mask(clusters, *, size, before=0, causal=False, self_last=False, valid=None):
     """[tokens, tokens] of one row and head, of clusters [tokens, rounds]: who sees whom."""
     tokens, rounds = clusters.shape
     real = [True] * tokens if valid is None else valid.tolist()
-    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool, device="cpu")  # pair by pair
     for number in range(rounds):
         own = clusters[:, number].tolist()
         order = sorted((i for i in range(tokens) if real[i]), key=lambda i: (own[i], i))
@@ -30,7 +32,7 @@ def mask(clusters, *, size, before=0, causal=False, self_last=False, valid=None)
         for i in range(tokens):
             if seen[i].sum() > 1:
                 seen[i, i] = False
-    return seen
+    return seen.to(clusters.device)
 
 
 def dense(query, key, value, clusters, *, scale=None, **how):
@@ -156,7 +158,7 @@ def test_members_against_a_mask(tokens, count, size, self_last, together):
     wanted = torch.zeros_like(tensors[0])
     times = torch.zeros(2, tokens, 3, 1, dtype=torch.float64)
     for number in range(count):
-        seen = torch.zeros(2, 3, tokens, tokens, dtype=torch.bool)
+        seen = torch.zeros(2, 3, tokens, tokens, dtype=torch.bool, device="cpu")
         for b in range(2):
             for h in range(3):
                 own = [i for i in places[b, number, h].tolist() if i >= 0]
@@ -164,7 +166,7 @@ def test_members_against_a_mask(tokens, count, size, self_last, together):
                     for j in own:
                         seen[b, h, i, j] = not self_last or i != j or len(own) == 1
                     times[b, i, h] += 1
-        wanted = wanted + by_mask(*tensors, seen=seen, scale=0.5)
+        wanted = wanted + by_mask(*tensors, seen=seen.to(places.device), scale=0.5)
     wanted = wanted / times.clamp(min=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SCORES", together)

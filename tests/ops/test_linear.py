@@ -15,20 +15,20 @@ from longspan.ops.linear import (
     softmax_exponents,
 )
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def estimates(x, y, features, draws, seed=0, **how):
     """[draws] of the kernel exp(x . y / sqrt(d)) from as many sets of features."""
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.stack(
-        [draw_features(features, x.shape[0], generator=generator, **how) for _ in range(draws)]
-    ).double()
+    how |= {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}
+    made = torch.stack([draw_features(features, x.shape[0], **how) for _ in range(draws)]).double()
     both = softmax_exponents(x, made) + softmax_exponents(y, made)
     return both.exp().mean(-1)
 
 
 def pair(d=4):
     torch.manual_seed(5)
-    return torch.randn(2, d, dtype=torch.float64)
+    return torch.randn(2, d, dtype=torch.float64, device="cpu")
 
 
 @pytest.mark.parametrize("orthogonal", [True, False])
@@ -92,7 +92,8 @@ def product(query, key, value, projection, kernel, causal, valid=None, eps=0.0):
 @pytest.mark.parametrize("tokens", [1, 50, 300])
 @pytest.mark.parametrize("at_a_time", [1, 10**9])
 def test_against_the_product_formed(kernel, tokens, at_a_time, monkeypatch):
-    monkeypatch.setattr(module, "_CPU_FEATURES", at_a_time)
+    for name in ("_CPU_FEATURES", "_FEATURES"):
+        monkeypatch.setattr(module, name, at_a_time)
     given, projection = tensors(tokens)
     given = [t.requires_grad_() for t in given]
     valid = torch.ones(2, tokens, dtype=torch.bool)
@@ -116,7 +117,8 @@ def test_against_the_product_formed(kernel, tokens, at_a_time, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 128, 129, 300])
 @pytest.mark.parametrize("at_a_time", [1, 10**9])
 def test_the_scan_against_the_product_formed(kernel, tokens, at_a_time, monkeypatch):
-    monkeypatch.setattr(module, "_CPU_FEATURES", at_a_time)
+    for name in ("_CPU_FEATURES", "_FEATURES"):
+        monkeypatch.setattr(module, name, at_a_time)
     given, projection = tensors(tokens)
     given = [t.requires_grad_() for t in given]
     found, _ = causal_linear_attention(*given, projection=projection, kernel=kernel)
@@ -203,7 +205,7 @@ def test_half_precision_is_left_to_the_caller():
     """Under autocast sums and exponents are still those of float32."""
     given, projection = tensors(40, dtype=torch.float32)
     wanted = linear_attention(*given, projection=projection)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(projection.device.type, torch.bfloat16):
         torch.testing.assert_close(linear_attention(*given, projection=projection), wanted)
 
 

@@ -6,6 +6,8 @@ import torch
 from longspan.ops import listed as module
 from longspan.ops.listed import listed_attention, near_blocks, random_blocks, tokens_of
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def dense(query, key, value, listed, size, visible=None):
     """The same with a matrix of how often, or with which bias, each query sees each key."""
@@ -45,6 +47,12 @@ def problem(queries, keys, lists, count, size):
     return (query, key, value), listed
 
 
+def at_a_time(monkeypatch, scores):
+    """So many scores, on any device."""
+    for name, value in (("_CPU_SCORES", scores), ("_SCORES", scores), ("_TIMES", 10**9)):
+        monkeypatch.setattr(module, name, value)
+
+
 def causal(place, keys):
     return keys <= place
 
@@ -57,7 +65,7 @@ def nearer_is_better(place, keys):
 @pytest.mark.parametrize("visible", [None, causal, nearer_is_better])
 @pytest.mark.parametrize("together", [1, 10**9])
 def test_against_a_mask(lists, visible, together, monkeypatch):
-    monkeypatch.setattr(module, "_CPU_SCORES", together)
+    at_a_time(monkeypatch, together)
     tensors, listed = problem(11, 13, lists, 5, size=4)
     found = listed_attention(*tensors, listed, visible, size=4)
     wanted = dense(*tensors, listed, 4, visible)
@@ -74,7 +82,7 @@ def test_against_a_mask(lists, visible, together, monkeypatch):
 
 def test_what_was_dropped_is_dropped_again(monkeypatch):
     """What comes out is linear in the values, so it must be what their gradients say."""
-    monkeypatch.setattr(module, "_CPU_SCORES", 1)
+    at_a_time(monkeypatch, 1)
     tensors, listed = problem(11, 13, (2, 3), 5, size=4)
     torch.manual_seed(1)
     out = listed_attention(*tensors, listed, size=4, dropout_p=0.5)
@@ -97,7 +105,7 @@ def test_what_the_bias_depends_on_learns(monkeypatch):
 
     found = []
     for together in (1, 10**9):
-        monkeypatch.setattr(module, "_CPU_SCORES", together)
+        at_a_time(monkeypatch, together)
         out = listed_attention(*tensors, listed, slanted, slope, size=4)
         found.append(torch.autograd.grad(out.square().sum(), slope)[0])
     torch.testing.assert_close(*found)

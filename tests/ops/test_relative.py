@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from longspan.ops import relative as op
 from longspan.ops.relative import Relative, banded_attention, relative_shift
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def tensors(queries, tokens, heads=3, dim=4, batch=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
 
     def make(*shape):
-        made = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        return made.requires_grad_()
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
     positions = Relative(make(tokens, heads, dim), make(heads, dim), make(heads, dim))
     query = make(batch, queries, heads, dim)
@@ -42,7 +43,7 @@ def dense(query, key, value, *, left, dilation, relative):
                     if relative is None:
                         scores.append(q @ key[b, j, h])
                     else:
-                        table, u, v = relative
+                        table, u, v, _ = relative
                         scores.append((q + u[h]) @ key[b, j, h] + (q + v[h]) @ table[i - j, h])
                 weights = (torch.stack(scores) / math.sqrt(dim)).softmax(0)
                 rows.append(weights @ value[b, seen, h])
@@ -56,7 +57,7 @@ def compare(queries, memory, left, dilation, with_positions=True):
     found = banded_attention(query, key, value, **options)
     wanted = dense(query, key, value, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    inputs = [query, key, value, *(positions or ())]
+    inputs = [query, key, value, *(positions or ())[:3]]
     weight = torch.randn_like(found)
     for one, other in zip(
         torch.autograd.grad((found * weight).sum(), inputs),
@@ -84,6 +85,26 @@ def test_blocks_join_without_a_seam(monkeypatch, memory):
     monkeypatch.setattr(op, "_LARGEST_BLOCK", 6)
     for left, dilation in ((3, [1, 1, 1]), (5, [2, 1, 3]), (None, [1, 2, 1])):
         compare(19, memory, left, dilation)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(("left", "dilation"), [(6, 1), (3, [1, 2, 1])])
+def test_queries_may_be_projected_instead_of_distances(queries, left, dilation):
+    query, key, value, (_, content, position, _) = tensors(queries, 12)
+    table, projection = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((7, 10), (3, 4, 10))
+    )
+    projected = torch.einsum("hde,je->jhd", projection, table)
+    found = []
+    for relative in (
+        Relative(projected, content, position),
+        Relative(table, content, position, projection),
+    ):
+        out = banded_attention(query, key, value, left=left, dilation=dilation, relative=relative)
+        inputs = (query, key, value, content, position, table, projection)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 def test_the_shift_is_a_gather():

@@ -8,6 +8,13 @@ from hypothesis import strategies as st
 from longspan import window_attention
 from longspan.ops import global_attention, global_positions, visibility
 
+# Which projection goes first, and who computes.
+ORDERS = [
+    {"late": True, "backend": "plain"},
+    {"late": False, "backend": "plain"},
+    {"backend": "early"},
+]
+
 
 def build(batch, tokens, heads, head_dim, dim, share, seed, dtype=torch.float64):
     draw = torch.Generator().manual_seed(seed)
@@ -68,25 +75,26 @@ def test_both_orders_equal_attention_over_projected_tokens(
     window = (0, 0) if causal else (tokens, tokens)
     options = {"backend": "reference", "global_mask": given_["chosen"]}
     truth = window_attention(q, k, v, window=window, **options, **masks)
-    for late in (True, False):
-        out = rows(given_, heads, seen=seen, causal=causal, late=late)
+    for order in ORDERS:
+        out = rows(given_, heads, seen=seen, causal=causal, **order)
         for b in range(batch):
             for slot, position in enumerate(given_["positions"][b].tolist()):
                 expected = torch.zeros_like(out[b, slot]) if position < 0 else truth[b, position]
                 torch.testing.assert_close(out[b, slot], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_packed_documents_are_kept_apart():
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_packed_documents_are_kept_apart(order):
     given_ = build(1, 30, 2, 4, 12, 0.2, 0)
     cuts = torch.tensor([0, 11, 30])
-    packed = rows(given_, 2, seen=visibility(given_["hidden"], cu_seqlens=cuts))
+    packed = rows(given_, 2, seen=visibility(given_["hidden"], cu_seqlens=cuts), **order)
     at = 0
     for begin, end in ((0, 11), (11, 30)):
         part = given_ | {
             "hidden": given_["hidden"][:, begin:end],
             "positions": global_positions(given_["chosen"][:, begin:end]),
         }
-        alone = rows(part, 2)
+        alone = rows(part, 2, **order)
         torch.testing.assert_close(packed[:, at : at + alone.shape[1]], alone)
         at += alone.shape[1]
     assert at == packed.shape[1]
@@ -94,20 +102,42 @@ def test_packed_documents_are_kept_apart():
 
 def test_gradients_are_those_of_the_other_order():
     grads = []
-    for late in (True, False):
+    for order in ORDERS:
         given_ = build(2, 20, 2, 4, 12, 0.2, 1)
         leaves = [given_["hidden"], *given_["weights"], *given_["biases"]]
         for leaf in leaves:
             leaf.requires_grad_()
         seen = visibility(given_["hidden"], attention_mask=given_["mask"])
-        out = rows(given_, 2, seen=seen, late=late)
+        out = rows(given_, 2, seen=seen, **order)
         (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
         grads.append([leaf.grad for leaf in leaves])
-    for late, early in zip(*grads, strict=True):
-        if early is None:  # the key's bias takes no part
-            assert late is None
-        else:
-            torch.testing.assert_close(late, early, rtol=1e-9, atol=1e-9)
+    for first, *others in zip(*grads, strict=True):
+        for other in others:
+            if first is None:  # the key's bias takes no part
+                assert other is None
+            else:
+                torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-9)
+
+
+def test_all_orders_drop_the_same():
+    given_ = build(2, 20, 2, 4, 12, 0.3, 1)
+    outs = []
+    for order in ORDERS:
+        torch.manual_seed(0)
+        outs.append(rows(given_, 2, dropout_p=0.3, **order))
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=1e-9, atol=1e-9)
+
+
+def test_many_global_tokens_of_packed_documents_take_the_windows_kernels(monkeypatch):
+    """All rows over all tokens of a packed row would be tokens squared."""
+    from longspan.ops.rows import plain
+
+    given_ = build(1, 30, 2, 4, 12, 1.0, 0)
+    seen = visibility(given_["hidden"], cu_seqlens=torch.tensor([0, 11, 30]))
+    expected = rows(given_, 2, seen=seen, backend="plain")
+    monkeypatch.setattr(plain, "attend", None)
+    torch.testing.assert_close(rows(given_, 2, seen=seen), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -320,7 +320,7 @@ def test_backends_by_name(device):
     about = {"heads": 4, "positions": torch.zeros(1, 1, dtype=torch.int64, device=device)}
     ours, plain = (global_rows(hidden, weight, backend=b, **about) for b in ("triton", "plain"))
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="'blocked' is unknown; choose from auto, triton, plain"):
+    with pytest.raises(ValueError, match="'blocked' is unknown; choose from auto, triton, early"):
         global_rows(hidden, weight, backend="blocked", **about)
     with pytest.raises(ValueError, match="cannot serve this call: the kernels compute in float16"):
         global_rows(hidden.double(), weight.double(), backend="triton", **about)

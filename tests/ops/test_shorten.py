@@ -11,6 +11,8 @@ from longspan.ops import visibility
 from longspan.ops.shorten import count_pools, shorten
 from longspan.ops.window import Visibility
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def pooled(document, valid, stride):
     """[tokens, dim] -> [pools, dim], one pool after the other."""

@@ -9,6 +9,8 @@ from hypothesis import strategies as some
 
 from longspan.ops.tree import causal_tree_attention, tree_attention
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def spans(token, tokens, near, causal):
     """(begin, end) of the spans that a token sees, straight from the definition."""

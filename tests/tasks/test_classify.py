@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tasks.finetuned import QUIET, recipe
 from tasks.tiny import tiny_checkpoint
+from torch._dynamo.utils import counters
 
 import longspan
 from longspan.tasks.classify import Classify
 from longspan.tasks.finetune import finetune, finetune_seeds, make_task
+from longspan.train import loop
 from longspan.train.recipe import change
 
 
@@ -51,6 +54,53 @@ def test_a_run_resumes_to_the_same_weights(tmp_path):
     longspan_train(Classify(made), tmp_path / "broken", resume=True)
     one, two = (lines(tmp_path / name) for name in ("whole", "broken"))
     assert one == two
+
+
+def test_resumes_with_the_fused_optimizer_of_a_gpu(tmp_path, monkeypatch):
+    """Which a CPU has too."""
+    plain = loop.build_optimizers
+    monkeypatch.setattr(
+        loop, "build_optimizers", lambda *given, fused: plain(*given, fused=not fused)
+    )
+    test_a_run_resumes_to_the_same_weights(tmp_path)
+
+
+def test_compiled_once_for_all_lengths(tmp_path, monkeypatch):
+    # Graphs are traced and run as they are: generating code for a CPU takes minutes.
+    made_by: Any = loop.TorchDynamoPlugin
+    monkeypatch.setattr(
+        loop, "TorchDynamoPlugin", lambda **options: made_by(**options | {"backend": "aot_eager"})
+    )
+    made = recipe("classify", tmp_path, too_long="split", model__length=9, updates=6, batch=3)
+    found, graphs = {}, {}
+    for how in ("no", "layers"):
+        torch.compiler.reset()
+        counters.clear()
+        task = Classify(change(made, {"compile": how}))
+        task.documents = task.documents._replace(
+            train=[
+                one._replace(ids=one.ids[: 2 + place % 9])
+                for place, one in enumerate(task.documents.train)
+            ]
+        )
+        sizes = {task.batch(0, step, range(3))[0]["input_ids"].shape for step in range(6)}
+        assert len(sizes) > 3
+        longspan_train(task, tmp_path / how)
+        found[how] = [loss for _, loss in lines(tmp_path / how)]
+        graphs[how] = counters["stats"]["unique_graphs"]
+    assert found["layers"] == pytest.approx(found["no"], rel=1e-4)
+    assert graphs == {"no": 0, "layers": 3}  # embeddings, every layer, head
+
+
+@pytest.mark.parametrize(
+    ("gpu", "updates", "compiled"), [(True, 500, True), (True, 499, False), (False, 500, False)]
+)
+def test_long_runs_on_a_gpu_are_compiled(gpu, updates, compiled, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    task = Classify(recipe("classify", tmp_path, updates=updates, compile="auto"))
+    chosen = loop._compiler(task.recipe, task)
+    assert (chosen is not None) == compiled
+    assert chosen is None or (chosen.dynamic and chosen.use_regional_compilation)
 
 
 def longspan_train(task, run, **options):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from tasks.finetuned import QUIET, labelled, recipe
 
@@ -12,7 +13,7 @@ from longspan.bench.family.figure import COLOURS
 from longspan.recipes import FINETUNING
 from longspan.recipes.shrink import shrink_finetuning
 from longspan.tasks import kinds
-from longspan.tasks.finetune import finetune, make_task
+from longspan.tasks.finetune import finetune, make_task, read_metrics
 from longspan.tasks.kinds import kinds_of, study
 from longspan.train.recipe import change
 
@@ -46,6 +47,19 @@ def test_a_new_model_learns_and_predicts(tmp_path):
     use = longspan.pipeline(tmp_path / "run")
     assert use("the house cat was in")["label"] == "cat"
     assert use.model.config.attention[0] == {"kind": "performer", "features": 16}
+
+
+def test_what_layers_ask_of_the_loss_is_learned_but_not_reported(tmp_path):
+    """Routing's commitment: the same first loss, other weights after it."""
+    losses, weights = [], []
+    for cost in (0.0, 100.0):
+        attention = {"kind": "routing", "clusters": 2, "size": 8, "commitment": cost}
+        run = tmp_path / str(cost)
+        finetune(make_task(toy(tmp_path, attention=attention)), run, console=QUIET)
+        losses.append(next(one["loss"] for one in read_metrics(run) if "split" not in one))
+        weights.append(longspan.pipeline(run).model.encoder.layers[0].attention.qkv.weight)
+    assert losses[0] == losses[1]
+    assert not torch.allclose(*weights)
 
 
 def test_names_settings_and_layers():

@@ -13,9 +13,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from train.small import CORPUS, QUIET, TEXT, Interrupting, StoppedError, losses, weights
 
-from longspan.data.text import Corpus, Source
+from longspan.data.text import Source
 from longspan.models import LongspanForCausalLM
 from longspan.recipes import find
 from longspan.recipes.shrink import shrink
@@ -24,9 +24,6 @@ from longspan.train import checkpoint
 from longspan.train.loop import train
 from longspan.train.recipe import Recipe, change
 
-TEXT = np.frombuffer((b"the quick brown fox jumps over the lazy dog. " * 200), dtype=np.uint8)
-CORPUS = Corpus(TEXT, TEXT[:400], TEXT[:400])
-QUIET = Console(quiet=True)
 # A window model with staged phases, dropout, Muon and parts; one with memories; and one whose
 # layers keep centroids beside their weights.
 KINDS = {
@@ -53,34 +50,6 @@ def recipe(kind="window", steps=4, **changes) -> Recipe:
 
 def go(made, run, corpus=CORPUS, **options):
     return train(made, CharLM(made, corpus), run, console=QUIET, **options)
-
-
-def losses(run):
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    return {e["step"]: e["loss"] for e in entries if "split" not in e}
-
-
-def weights(run):
-    folder = checkpoint.find(run)
-    assert folder is not None
-    return checkpoint.load_tensors(folder / "model.safetensors")
-
-
-class StoppedError(Exception):
-    pass
-
-
-class Interrupting(CharLM):
-    """Stops the run in the middle of a step."""
-
-    stop_at = 0
-
-    def loss(self, model, batch, state):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == self.stop_at:
-            raise StoppedError
-        return super().loss(model, batch, state)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,7 @@ Everything is data first, one JSON file; `run_figures` draws it.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,10 +23,12 @@ from longspan.models.decoder import LongspanForCausalLM
 from longspan.tasks.bits import row_nats
 from longspan.tasks.charlm import CharLM, with_attention
 from longspan.tasks.runs import Run, load_model, open_run
+from longspan.train.checkpoint import find, read_json, write_json
 from longspan.train.recipe import change
 
 FRACTIONS = (0.1, 0.5, 1.0)  # of the hardest tokens, for RECL
 _TOKENS = 65_536  # read at a time
+_MEASURED = "measured.json"  # in a run's folder
 
 
 @dataclass(frozen=True)
@@ -67,37 +70,88 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Everything that tables and figures are made of, as plain values."""
-    runs = [open_run(folder) for folder in folders]
-    names = [run.folder.name for run in runs]
+    names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"runs are told apart by their folders' names, which repeat: {names}")
-    found, losses, text = [], [], None
     corpora: dict[Source, Corpus] = {}  # reading takes long
-    for run in runs:
-        say(f"measuring {run.folder.name} ...")
-        if data is not None:
-            run = run._replace(recipe=change(run.recipe, {"data.path": str(data)}))
-        task = CharLM(run.recipe, corpora.get(run.recipe.data))
-        corpora[run.recipe.data] = task.corpus
-        if text is not None and not np.array_equal(text, task.corpus.valid):
-            raise ValueError(f"{run.folder.name} was not trained on the text of {names[0]}")
-        text = task.corpus.valid
-        of_run, own_losses = _measure_one(run, task, probe)
-        found.append(of_run)
-        losses.append(own_losses)
-    for place, of_run in enumerate(found):
-        of_run["recl"] = {
-            str(fraction): _recl(losses, probe, fraction)[place]
-            for fraction in FRACTIONS
-            if len(probe.contexts) > 1
-        }
+    measured = []
+    for folder in folders:
+        known = measured_before(folder, probe)
+        say(f"{'measured before: ' if known else 'measuring '}{folder.resolve().name}")
+        if known is None:
+            run = open_run(folder)
+            recipe = run.recipe
+            if data is not None:
+                recipe = change(recipe, {"data.path": str(data)})
+            task = CharLM(recipe, corpora.get(recipe.data))
+            corpora[recipe.data] = task.corpus
+            known = measure_run(folder, task, probe)
+        measured.append(known)
+    return _join(dict(zip(names, measured, strict=True)))
+
+
+def measure_run(folder: Path, task: CharLM, probe: Probe) -> dict[str, Any]:
+    """What is measured of one run, also written into its folder: runs that were carried out and
+    measured apart, by other machines even, are joined by these files alone."""
+    run = open_run(folder)
+    of_run, losses = _measure_one(run, task, probe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {
-        "runs": found,
+    measured = {
+        "run": of_run,
+        "losses": {str(context): own.tolist() for context, own in losses.items()},
+        "checkpoint": run.checkpoint.name,
+        "text": sha256(task.corpus.valid.tobytes()).hexdigest(),
         "probe": asdict(probe),
         "machine": machine.describe(device, torch.get_num_threads()),
         "versions": machine.versions(),
         "commit": machine.commit(),
+    }
+    write_json(folder / _MEASURED, measured)
+    return measured
+
+
+def measured_before(folder: Path, probe: Probe) -> dict[str, Any] | None:
+    """What was measured of a run: by this probe, or by any if the run has no checkpoint here."""
+    path = folder / _MEASURED
+    if not path.exists():
+        return None
+    known, checkpoint = read_json(path), find(folder, "best")
+    if checkpoint is None:
+        return known
+    same = known["probe"] == asdict(probe) and known["checkpoint"] == checkpoint.name
+    return known if same else None
+
+
+def _join(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Runs by name, side by side; only now is there a group, which RECL is a measure of."""
+    (first, one), *others = measured.items()
+    for name, other in others:
+        if other["text"] != one["text"]:
+            raise ValueError(f"{name} was not trained on the text of {first}")
+        if other["probe"] != one["probe"]:
+            raise ValueError(
+                f"{name} was measured by {other['probe']}, {first} by {one['probe']}: measure them "
+                "alike, where their checkpoints are"
+            )
+    probe = Probe(**one["probe"])
+    losses = [
+        {int(context): np.array(nats) for context, nats in own["losses"].items()}
+        for own in measured.values()
+    ]
+    lengths = {
+        str(fraction): _recl(losses, probe, fraction)
+        for fraction in FRACTIONS
+        if len(probe.contexts) > 1
+    }
+    return {
+        "runs": [
+            {"name": name, **own["run"], "recl": {f: found[place] for f, found in lengths.items()}}
+            for place, (name, own) in enumerate(measured.items())
+        ],
+        "probe": one["probe"],
+        "machine": " / ".join(dict.fromkeys(own["machine"] for own in measured.values())),
+        "versions": one["versions"],
+        "commit": " / ".join(dict.fromkeys(str(own["commit"]) for own in measured.values())),
     }
 
 
@@ -127,7 +181,7 @@ def _measure_one(
         text = task.corpus.valid
         losses: dict[int, np.ndarray] = {}
         for context in probe.contexts:
-            batch = max(1, _TOKENS // context)
+            batch = _rows_at_a_time(context, segment)
             losses[context] = losses_of(model, text, probe.tokens, batch, segment)(context)
         positions = {
             "position": _by_position(model, _anywhere(text, probe), segment),
@@ -137,7 +191,6 @@ def _measure_one(
     speeds = [entry["tokens_per_second"] for entry in curve["train"]]
     last = curve["train"][-1]
     measured = {
-        "name": run.folder.name,
         "recipe": recipe.name,
         "parameters": model.num_parameters(),
         "step": last["step"],
@@ -187,13 +240,17 @@ def _beginnings(text: Bytes, probe: Probe) -> list[Bytes]:
     return [own[: probe.longest + 1] for own in whole[: probe.rows]]
 
 
+def _rows_at_a_time(length: int, segment: int | None) -> int:
+    return max(1, _TOKENS // min(length, segment or length))
+
+
 def _by_position(
     model: LongspanForCausalLM, rows: list[Bytes], segment: int | None
 ) -> list[list[float]]:
     """[bytes before, bits per character], by bins that double; nothing of no rows."""
     if not rows:
         return []
-    batch = max(1, _TOKENS // len(rows[0]))
+    batch = _rows_at_a_time(len(rows[0]), segment)
     total = np.zeros(len(rows[0]) - 1)
     for first in range(0, len(rows), batch):
         nats = row_nats(model, np.stack(rows[first : first + batch]), segment)

@@ -1,7 +1,7 @@
 """What a benchmark is: cases, contenders that solve them, points, and what is made of these.
 
-`attention`, `models`, `led`, `lm` and `family` beside this file are those there are; measuring,
-storing and reporting know none of them.
+`attention`, `models`, `led`, `lm`, `family` and `finetuning` beside this file are those there are;
+measuring, storing and reporting know none of them.
 """
 
 from __future__ import annotations
@@ -71,6 +71,18 @@ class Workload:
         """Forget gradients, so that the next backward does not spend time on adding to them."""
         for leaf in self.leaves:
             leaf.grad = None
+
+
+class Clocked(Workload):
+    """In place of a pass: what has a clock of its own, as a training loop has. `measure()` returns
+    the milliseconds and the MiB of a point."""
+
+    def __init__(self, measure: Callable[[], tuple[float, float]]) -> None:
+        super().__init__(lambda: torch.empty(0), [], torch.empty(0))
+        self.measure = measure
+
+    def ready(self, kind: Pass) -> Callable[[], object]:
+        return self.measure
 
 
 # The case is the benchmark's own kind of case.
@@ -233,7 +245,7 @@ class Benchmark:
         return [job for job in jobs if job.contenders]
 
 
-BENCHMARKS = ("attention", "models", "led", "lm", "family")
+BENCHMARKS = ("attention", "models", "led", "lm", "family", "finetuning")
 
 
 def find(name: str) -> Benchmark:

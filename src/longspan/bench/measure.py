@@ -13,6 +13,7 @@ import torch
 from longspan.bench.benchmark import (
     OUT_OF_MEMORY,
     Case,
+    Clocked,
     Contender,
     Pass,
     Point,
@@ -41,25 +42,32 @@ def _measure_cuda(
     for contender in contenders:
         name = contender.name
         try:
-            workload = contender.build(case, device)
-            run = workload.ready(kind)
-            run()  # compiles and tunes what has to be
-            workload.clear()
-            mib = _cuda_growth(run) + workload.resident / 2**20
-            workload.clear()
-            eager_ms = _cuda_ms(run, workload, settings)
-            replay = None if workload.waits else _capture(run, workload, 1)
-            ms = eager_ms if replay is None else _cuda_ms(replay, workload, settings)
-            if replay is not None and ms < ENOUGH_MS:
-                replay = _capture(run, workload, math.ceil(ENOUGH_MS / ms))
-                ms = ms if replay is None else _cuda_ms(replay, workload, settings)
-            yield Point(case, name, kind, ms=ms, mib=mib, eager_ms=eager_ms)
+            values = _cuda_values(contender.build(case, device), kind, settings)
+            yield Point(case, name, kind, **values)
         except Exception as error:
             yield Point(case, name, kind, error=_reason(error))
         # The next contender shall find the memory that this one used.
-        workload = run = replay = None
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _cuda_values(workload: Workload, kind: Pass, settings: Settings) -> dict[str, Any]:
+    """What is known of a point, by name."""
+    if isinstance(workload, Clocked):
+        ms, mib = workload.measure()
+        return {"ms": ms, "mib": mib}
+    run = workload.ready(kind)
+    run()  # compiles and tunes what has to be
+    workload.clear()
+    mib = _cuda_growth(run) + workload.resident / 2**20
+    workload.clear()
+    eager_ms = _cuda_ms(run, workload, settings)
+    replay = None if workload.waits else _capture(run, workload, 1)
+    ms = eager_ms if replay is None else _cuda_ms(replay, workload, settings)
+    if replay is not None and ms < ENOUGH_MS:
+        replay = _capture(run, workload, math.ceil(ENOUGH_MS / ms))
+        ms = ms if replay is None else _cuda_ms(replay, workload, settings)
+    return {"ms": ms, "mib": mib, "eager_ms": eager_ms}
 
 
 def _cuda_ms(run: Any, workload: Workload, settings: Settings) -> float:
@@ -144,7 +152,11 @@ def _measure_cpu(
             try:
                 contender.build(case.small(), device).ready(kind)()
                 workload = contender.build(case, device)
-                ready[contender.name] = workload, workload.ready(kind)
+                if isinstance(workload, Clocked):
+                    ms, mib = workload.measure()
+                    yield Point(case, contender.name, kind, ms=ms, mib=mib)
+                else:
+                    ready[contender.name] = workload, workload.ready(kind)
             except Exception as error:
                 yield Point(case, contender.name, kind, error=_reason(error))
         times = _interleave(ready, settings, threads)

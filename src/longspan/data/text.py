@@ -53,7 +53,7 @@ def read(source: Source) -> Corpus:
                 f"this recipe reads Python's own library, not {source.path}: leave --data out, or "
                 "add --set data.kind=file to read a file of yours"
             )
-        corpus = _split_documents([*_python_sources()])
+        corpus = _split_documents([*python_sources()])
     elif source.path is None:
         raise ValueError("this recipe needs text: give --data PATH")
     elif source.kind == "file":
@@ -133,7 +133,7 @@ def _read_files(folder: Path, names: tuple[str, ...]) -> Bytes:
     return _join([text for name in names for text in read_documents(folder / name)])
 
 
-def _python_sources() -> Iterator[bytes]:
+def python_sources() -> Iterator[bytes]:
     """Every module of the standard library in an order that mixes old and new, long and short."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}

@@ -66,6 +66,7 @@ class BlockwiseAttention(DocumentAttention):
         blocks = block[-1:] + 1  # of each document
         if valid is not None:
             blocks = torch.where(valid, place // self.block + 1, 1).amax(1)
-        shift = torch.tensor(self.shifts, device=hidden.device)[:, None]
-        paired = (block + shift) % blocks[:, None, None]
+        # Numbers from the host, put together on the device: a tensor of them would wait for it.
+        shifted = torch.stack([block + shift for shift in self.shifts])
+        paired = shifted % blocks[:, None, None]
         return tokens_of(paired[..., None], self.block, hidden.shape[1])

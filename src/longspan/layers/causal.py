@@ -85,15 +85,18 @@ class RelativePositions(nn.Module):
         self.content_bias = nn.Parameter(torch.zeros(heads, dim // heads))
         self.position_bias = nn.Parameter(torch.zeros(heads, dim // heads))
 
-    def forward(self, distances: int) -> Relative:
+    def forward(self, distances: int, queries: int) -> Relative:
         """For distances 0 to distances - 1; those beyond `clamp` count as `clamp`."""
-        distance = torch.arange(distances, device=self.project.weight.device)
+        weight = self.project.weight
+        distance = torch.arange(distances, device=weight.device)
         if self.clamp is not None:
             distance = distance.clamp(max=self.clamp)
-        table = self.project(sinusoids(distance, self.dim, self.project.weight.dtype))
-        return Relative(
-            table.unflatten(-1, (self.heads, -1)), self.content_bias, self.position_bias
-        )
+        table = sinusoids(distance, self.dim, weight.dtype)
+        biases = self.content_bias, self.position_bias
+        # As many operations either way with dim / heads queries.
+        if queries * self.heads < self.dim:
+            return Relative(table, *biases, weight.unflatten(0, (self.heads, -1)))
+        return Relative(self.project(table).unflatten(-1, (self.heads, -1)), *biases)
 
 
 class CausalAttention(nn.Module):
@@ -223,25 +226,30 @@ class CausalWindow(CausalAttention):
                 backend=self.backend,
             )
         else:
-            distances = min(self.reach + 1, known.key.shape[1])
+            relative = self.relative
+            if relative is not None:
+                distances = min(self.reach + 1, known.key.shape[1])
+                relative = relative(distances, hidden.shape[1])
             out = banded_attention(
                 query,
                 known.key,
                 known.value,
                 left=self.left,
                 dilation=self.dilation,
-                relative=None if self.relative is None else self.relative(distances),
+                relative=relative,
                 dropout_p=self.dropout_p,
             )
         return Attended(out.flatten(2), known.last(self.reach) if keep_state else None)
 
     def _write_on(self, query: Tensor, ring: Ring, age: Tensor) -> Tensor:
         """[batch, 1, dim]: one token, which stands in the ring already."""
-        step = torch.tensor(self.dilation, device=age.device)[:, None]
-        seen = (age % step == 0) & (age <= self.left * step)  # [heads, places]
+        step: Any = self.dilation[0]
+        if len(set(self.dilation)) > 1:  # else nothing has to come from the host
+            step = torch.tensor(self.dilation, device=age.device)[:, None]
+        seen = (age % step == 0) & (age <= self.left * step)  # [heads, places] or [places]
         out = scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (query, *ring)),
-            attn_mask=seen[:, None],
+            attn_mask=seen[..., None, :],
             dropout_p=self.dropout_p,
         )
         return out.transpose(1, 2).flatten(2)

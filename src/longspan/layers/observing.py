@@ -2,11 +2,12 @@
 
 A call changes nothing that another call reads. While training, a layer notes the hidden states it
 was given, those of its last call: so a call may be repeated (by gradient checkpointing, say) and
-counts once. `end_part(model)`, called after the backward pass of every part of a batch, lays them
-by; `refresh(model)`, called once after every step of the optimiser, lets layers take in those of
-all parts. The training loop does both; without parts, `refresh` is enough. All that was taken in
-stands in buffers, saved with the weights, and between steps nothing else is left: a run that goes
-on from a checkpoint goes on to the same numbers.
+counts once. `auxiliary_loss(model)`, called before the backward pass of every part of a batch, is
+what layers add to its loss; `end_part(model)`, called after it, lays the states by;
+`refresh(model)`, called once after every step of the optimiser, lets layers take in those of all
+parts. The training loop does all of it; without parts, `refresh` is enough to take in. All that
+was taken in stands in buffers, saved with the weights, and between steps nothing else is left: a
+run that goes on from a checkpoint goes on to the same numbers.
 """
 
 import torch
@@ -17,6 +18,12 @@ from torch.nn.functional import normalize
 from longspan.layers.document import DocumentAttention
 from longspan.ops.centroids import nearest, spherical_kmeans, sums_of
 from longspan.ops.window import Visibility
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor | float:
+    """What the layers of an encoder add to the loss of its last call; a decoder returns its own."""
+    own = (module.cost() for module in model.modules() if isinstance(module, Observing))
+    return sum(own, 0.0)
 
 
 def end_part(model: nn.Module) -> None:
@@ -42,7 +49,11 @@ class Observing(nn.Module):
     def note(self, hidden: Tensor, valid: Tensor | None = None) -> None:
         """[batch, tokens, dim] and which of these are no padding; nothing outside training."""
         if self.training:
-            self._noted = hidden.detach(), valid
+            self._noted = hidden, valid
+
+    def cost(self) -> Tensor | float:
+        """What is to be added to the loss of the call that was noted."""
+        return 0.0
 
     def take_in(self, states: Tensor) -> None:
         """Change buffers by hidden states [any number, dim]."""
@@ -52,7 +63,7 @@ class Observing(nn.Module):
         if self._noted is not None:
             hidden, valid = self._noted
             states = hidden.flatten(0, 1) if valid is None else hidden[valid]
-            self._noted, self._parts = None, (*self._parts, states)
+            self._noted, self._parts = None, (*self._parts, states.detach())
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -114,6 +125,14 @@ class OnlineCentroids(Centroids):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay={decay} must be from 0 to 1")
         self.decay = decay
+
+    def distance(self, points: Tensor, clusters: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The mean square of what is between points [batch, tokens, heads, dim] and the centroids
+        of their clusters [batch, tokens, heads]; `valid` [batch, tokens] marks those that count."""
+        head = torch.arange(points.shape[2], device=points.device)
+        own = self.directions[head, clusters]
+        far = (points.float() - own.float()).square().mean((2, 3))
+        return far.mean() if valid is None else (far * valid).sum() / valid.sum().clamp(min=1)
 
     def take_in(self, points: Tensor) -> None:
         """[points, heads, dim] of length 1. The first ones are clustered: centroids drawn at

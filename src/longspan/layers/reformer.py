@@ -1,12 +1,10 @@
 """Reformer: tokens see those that random hyperplanes put into the same bucket."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from longspan.layers.causal import Attended, CausalAttention
+from longspan.layers.clusters import ClusterCache, unit
 from longspan.layers.document import DocumentAttention
 from longspan.ops.centroids import nearest
 from longspan.ops.clustered import clustered_attention
@@ -101,29 +99,6 @@ class ReformerAttention(DocumentAttention):
         return out.flatten(2)
 
 
-class ClusterCache(NamedTuple):
-    """Keys and values [batch, tokens, heads, head_dim] of all tokens, and the clusters that these
-    are in [batch, tokens, heads, rounds]."""
-
-    key: Tensor
-    value: Tensor
-    clusters: Tensor
-
-    @staticmethod
-    def join(
-        cache: "ClusterCache | None", key: Tensor, value: Tensor, clusters: Tensor
-    ) -> "ClusterCache":
-        new = ClusterCache(key, value, clusters)
-        if cache is None:
-            return new
-        return ClusterCache(
-            *(torch.cat((a.to(b.dtype), b), 1) for a, b in zip(cache, new, strict=True))
-        )
-
-    def kept(self) -> "ClusterCache":
-        return ClusterCache(*(tensor.detach().clone() for tensor in self))
-
-
 class CausalReformer(CausalAttention):
     """Every token sees the last `reach` tokens of its bucket before it, in every round, itself
     only if there are none. Chunks of a sorted text, as the paper has them, would move when it goes
@@ -186,9 +161,3 @@ class CausalReformer(CausalAttention):
             scale=1.0,
         )
         return Attended(out.flatten(2), known.kept() if keep_state else None)
-
-
-def unit(states: Tensor) -> Tensor:
-    """Scaled to length 1; in half precision the smallest lengths would be 0."""
-    wide = states.to(torch.promote_types(states.dtype, torch.float32))
-    return normalize(wide, dim=-1).to(states.dtype)

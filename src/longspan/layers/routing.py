@@ -1,12 +1,11 @@
 """Routing Transformer: centroids that follow the tokens choose who attends to whom."""
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import linear
 
 from longspan.layers.causal import Attended, CausalAttention
+from longspan.layers.clusters import ClusterCache, unit
 from longspan.layers.observing import Observing, ObservingDocument, OnlineCentroids
-from longspan.layers.reformer import ClusterCache, unit
 from longspan.ops.centroids import strongest
 from longspan.ops.clustered import clustered_attention, routed_attention
 
@@ -21,6 +20,8 @@ class RoutingAttention(ObservingDocument):
         clusters, size: near the root of a document's length each, and together at least as many
             as it has tokens, time is of the order n * sqrt(n).
         decay: see `OnlineCentroids`.
+        commitment: what it costs a token to be far from its nearest centroid, see
+            `auxiliary_loss`.
     """
 
     def __init__(
@@ -31,18 +32,24 @@ class RoutingAttention(ObservingDocument):
         clusters: int = 64,
         size: int = 64,
         decay: float = 0.999,
+        commitment: float = 1e-4,
         dropout: float = 0.0,
         rotary: float | None = None,
         bias: bool = True,
     ) -> None:
         super().__init__(dim, heads, dropout=dropout, rotary=rotary, bias=bias, shared=True)
-        if size < 1:
-            raise ValueError(f"size={size} must be at least 1 token")
-        self.size = size
+        self.size, self.commitment = _check(size, commitment)
         self.centroids = OnlineCentroids(heads, clusters, self.head_dim, decay=decay)
 
     def take_in(self, states: Tensor) -> None:
         self.centroids.take_in(_content(self.qkv, states, self.heads))
+
+    def cost(self) -> Tensor | float:
+        if self._noted is None or self.commitment == 0:
+            return 0.0
+        hidden, valid = self._noted
+        points = _content(self.qkv, hidden, self.heads)
+        return self.commitment * self.centroids.distance(points, self.centroids(points), valid)
 
     def clusters(self, points: Tensor, valid: Tensor | None) -> Tensor:
         """[batch, clusters, heads, size]: the tokens that each centroid takes."""
@@ -97,11 +104,7 @@ class CausalRouting(Observing, CausalAttention):
         bias: bool = False,
     ) -> None:
         super().__init__(dim, heads, dropout=dropout, bias=bias, shared=True, base=base)
-        if size < 1:
-            raise ValueError(f"size={size} must be at least 1 token")
-        if commitment < 0:
-            raise ValueError(f"commitment={commitment} must not be negative")
-        self.size, self.commitment = size, commitment
+        self.size, self.commitment = _check(size, commitment)
         self.centroids = OnlineCentroids(heads, clusters, dim // heads, decay=decay)
 
     def take_in(self, states: Tensor) -> None:
@@ -134,13 +137,21 @@ class CausalRouting(Observing, CausalAttention):
         )
         loss = None
         if self.training and self.commitment > 0:
-            head = torch.arange(self.heads, device=hidden.device)
-            own = self.centroids.directions[head, clusters[..., 0]]
-            loss = self.commitment * mse_loss(shared.float(), own.float())
+            loss = self.commitment * self.centroids.distance(shared, clusters[..., 0])
         return Attended(out.flatten(2), known.kept() if keep_state else None, loss)
 
 
 def _content(qkv: nn.Linear, states: Tensor, heads: int) -> Tensor:
-    """What centroids see of hidden states [any number, dim]: [any number, heads, head_dim]."""
-    shared = qkv(states.to(qkv.weight.dtype)).unflatten(-1, (2, heads, -1))[:, 0]
-    return unit(shared)
+    """What centroids see of hidden states [..., dim]: [..., heads, head_dim]."""
+    half = qkv.out_features // 2
+    bias = None if qkv.bias is None else qkv.bias[:half]
+    shared = linear(states.to(qkv.weight.dtype), qkv.weight[:half], bias)
+    return unit(shared.unflatten(-1, (heads, -1)))
+
+
+def _check(size: int, commitment: float) -> tuple[int, float]:
+    if size < 1:
+        raise ValueError(f"size={size} must be at least 1 token")
+    if commitment < 0:
+        raise ValueError(f"commitment={commitment} must not be negative")
+    return size, commitment

@@ -100,7 +100,7 @@ class XLAttention(MemoryAttention):
             key,
             value,
             left=left,
-            relative=self.relative(key.shape[1]),
+            relative=self.relative(key.shape[1], hidden.shape[1]),
             dropout_p=self.dropout_p,
         )
         return out.flatten(2), new

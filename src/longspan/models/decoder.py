@@ -176,8 +176,11 @@ class LongspanForCausalLM(PreTrainedModel):
                 losses.append(done.loss)
         if self.norm is not None:
             hidden = self.norm(hidden)
-        weight = (self.embeddings if self.output is None else self.output).weight
-        logits = linear(self.dropout(hidden), weight)
+        hidden = self.dropout(hidden)
+        if self.output is None:
+            logits = linear(hidden, self.embeddings.weight)
+        else:
+            logits = self.output(hidden)
         if labels is not None:
             targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
         auxiliary = torch.stack(losses).sum() if losses else None

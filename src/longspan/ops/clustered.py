@@ -349,7 +349,8 @@ def _few(
     wide = torch.promote_types(query.dtype, torch.float32)
     if query.dtype == torch.float16:
         query, key = query.to(wide), key.to(wide)  # whose products may be out of its range
-    scores = (query @ key.mT).to(wide) * how.scale
+    with torch.autocast(query.device.type, enabled=False):
+        scores = (query @ key.mT).to(wide) * how.scale
     if times is not None:
         scores = scores - times.to(scores.dtype).clamp(min=1).log()
     if seen is not None:

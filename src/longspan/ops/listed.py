@@ -9,13 +9,14 @@ of tokens as long as lists do not grow with it. Plain PyTorch, any device.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
+
+from longspan.ops.window.dropout import GOLDEN, WORD, mix
 
 # Scores that are computed at a time, over all batch rows and heads. A CPU wants all that belongs
 # to them in its caches: memory fresh from the system costs it more, page by page, than the sums.
@@ -253,7 +254,7 @@ def random_blocks(
     low = (place - reach).clamp(min=0)
     wide = (place + reach).minimum(blocks[:, None] - 1) - low + 1  # [batch, most]: the window
     far = (blocks[:, None] - wide)[:, None]  # how many there are to choose from
-    drawn = _drawn(most, heads, count, seed).to(blocks.device)
+    drawn = _drawn(most, heads, count, seed, blocks.device)
     picked: list[Tensor] = []
     for number in range(count):
         # Of those left, counted without the ones picked: a number beyond one of them moves on.
@@ -270,9 +271,9 @@ def random_blocks(
     return torch.where(there, found, -1)
 
 
-@lru_cache(maxsize=64)
-def _drawn(blocks: int, heads: int, count: int, seed: int) -> Tensor:
-    """[heads, blocks, count] from 0 to 1; those of fewer blocks are the first of these."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(blocks, heads, count, generator=generator, dtype=torch.float64)
-    return drawn.transpose(0, 1)
+def _drawn(blocks: int, heads: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """[heads, blocks, count] from 0 to 1; those of fewer blocks are the first of these. Computed,
+    not drawn: the same on every device, and none has to wait for numbers of another."""
+    head, block, number = (torch.arange(n, device=device) for n in (heads, blocks, count))
+    row = mix((seed * GOLDEN + head) & WORD)[:, None] + block
+    return mix(mix(row & WORD)[..., None] ^ (number * GOLDEN & WORD)).double() / 2**32

@@ -37,15 +37,17 @@ def pool_neighbours(
         most = taken.masked_fill(~real, -torch.inf).amax(2)
         return most.masked_fill(~real.any(2), 0.0)
     taken = taken.masked_fill(~real, 0.0)
+    # Under autocast a GPU adds up, and takes a softmax, in float32: queries would not fit.
     if how == "mean":
-        return taken.sum(2) / real.sum(2).clamp(min=1).to(states.dtype)
+        mean = taken.sum(2) / real.sum(2).clamp(min=1).to(states.dtype)
+        return mean.to(states.dtype)
     assert weight is not None
     middle = taken[:, :, kernel // 2] @ weight.mT.to(states.dtype)
     if bias is not None:
         middle = middle + bias.to(states.dtype)
     share = middle.transpose(2, 3)[..., None]  # [batch, pools, kernel, heads, 1]
     share = share.masked_fill(~real, torch.finfo(share.dtype).min).softmax(2)
-    return (taken * share).sum(2)
+    return (taken * share).sum(2).to(states.dtype)
 
 
 def count_members(states: Tensor, kernel: int, stride: int, valid: Tensor | None) -> Tensor:

@@ -31,6 +31,29 @@ class Relative(NamedTuple):
     table: Tensor  # [distances, heads, head_dim]: r, for distances 0, 1, 2 ... tokens
     content_bias: Tensor  # [heads, head_dim]: u
     position_bias: Tensor  # [heads, head_dim]: v
+    # [heads, head_dim, dim]: makes r of a table [distances, dim]. A few queries are multiplied with
+    # it instead of all distances: q . (W s) = (q W) . s
+    projection: Tensor | None = None
+
+    def of_heads(self, heads: Sequence[int]) -> "Relative":
+        table, content_bias, position_bias, projection = self
+        if projection is None:
+            table = table[:, heads]
+        else:
+            projection = projection[heads]
+        return Relative(table, content_bias[heads], position_bias[heads], projection)
+
+    def scores(self, query: Tensor, tokens: int) -> Tensor:
+        """[batch, heads, queries, tokens] of queries [batch, queries, heads, head_dim], by falling
+        distance. Distances not in the table are beyond the band and get any value."""
+        asking = query + self.position_bias.to(query.dtype)
+        known = self.table[:tokens].to(query.dtype)
+        if self.projection is None:
+            found = torch.einsum("bihd,jhd->bhij", asking, known.flip(0))
+        else:
+            asking = torch.einsum("bihd,hde->bhie", asking, self.projection.to(query.dtype))
+            found = (asking @ known.mT).flip(-1)
+        return pad(found, (tokens - known.shape[0], 0))
 
 
 def relative_shift(scores: Tensor) -> Tensor:
@@ -75,7 +98,7 @@ def banded_attention(
     parts, order = [], []
     for step in sorted(set(steps)):
         heads = [head for head, own in enumerate(steps) if own == step]
-        own = None if relative is None else Relative(*(t[..., heads, :] for t in relative))
+        own = None if relative is None else relative.of_heads(heads)
         group = (query[:, :, heads], key[:, :, heads], value[:, :, heads], own)
         parts.append(_one_dilation(*group, left, step, dropout_p, scale))
         order += heads
@@ -171,15 +194,10 @@ def _block(
         visible = visible[:, None]
     mask = visible
     if relative is not None:
-        table, content_bias, position_bias = (t.to(query.dtype) for t in relative)
-        # Distances beyond the band are masked, so what stands there does not matter.
-        known = table[:tokens].flip(0)
-        known = pad(known, (0, 0, 0, 0, tokens - known.shape[0], 0))
-        by_distance = torch.einsum("bihd,jhd->bhij", query + position_bias, known) * scale
-        mask = relative_shift(by_distance)
+        mask = relative_shift(relative.scores(query, tokens) * scale)
         if visible is not None:
             mask = mask.masked_fill(~visible, -torch.inf)
-        query = query + content_bias
+        query = query + relative.content_bias.to(query.dtype)
     attended = scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (query, key, value)),
         attn_mask=mask,

@@ -16,7 +16,14 @@ from longspan.train.recipe import Optimizer
 
 def classify() -> Finetuning:
     """Labels of your documents: --data FILE --text COLUMN --label COLUMN --model FOLDER."""
-    return Finetuning(name="classify", task="classify", measure="macro_f1", epochs=5.0, batch=16)
+    return Finetuning(
+        name="classify",
+        task="classify",
+        measure="macro_f1",
+        epochs=5.0,
+        batch=16,
+        compile="auto",
+    )
 
 
 def hyperpartisan() -> Finetuning:
@@ -28,6 +35,7 @@ def hyperpartisan() -> Finetuning:
         data=Examples(positive="true"),
         epochs=15.0,
         too_long="head",
+        compile="auto",
     )
 
 
@@ -41,6 +49,7 @@ def imdb() -> Finetuning:
         epochs=15.0,
         too_long="head",
         evaluation=Checks(batch=64),
+        compile="auto",
     )
 
 
@@ -54,6 +63,7 @@ def spans() -> Finetuning:
         batch=8,
         too_long="split",
         overlap=128,
+        compile="auto",
     )
 
 
@@ -67,6 +77,7 @@ def triviaqa() -> Finetuning:
         epochs=5.0,
         warmup=1000.0,
         too_long="head",
+        compile="auto",
     )
 
 
@@ -84,6 +95,7 @@ def cuad() -> Finetuning:
         too_long="split",
         overlap=256,
         evaluation=Checks(batch=4, limit=500),
+        compile="auto",
     )
 
 

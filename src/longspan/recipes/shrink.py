@@ -14,6 +14,7 @@ _SIZES = {
     "num_attention_heads": _HEADS,
     "intermediate_size": 32,
 }
+_LENGTH = 256  # what stands behind it is cut off
 _MOST = {"left": 8, "memory": 8, "compressed": 8, "clamp": 8, "stride": 4, "longest": 8}
 
 
@@ -63,12 +64,14 @@ def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
 
 
 def shrink_finetuning(recipe: Finetuning) -> Finetuning:
-    """A few examples, two steps or half a pass, float32; what starts from nothing is small."""
+    """A few examples, two steps or half a pass, float32; what starts from nothing is small and
+    reads little."""
     toy: dict[str, Any] = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5}
     toy |= {"precision": "no", "minutes": 0.0} | ({"updates": 2} if recipe.updates else {})
     if recipe.model.new is not None:
         toy |= {f"model.new.config.{name}": size for name, size in _SIZES.items()}
         toy |= {"data.limit": 64, "evaluation.every": 0}
+        toy["model.length"] = min(recipe.model.length, _LENGTH)
     for split in ("train", "valid", "test"):
         source = getattr(recipe.data, split)
         if source is not None and source.startswith(LISTOPS):

@@ -41,6 +41,7 @@ class ExampleTask:
 
     recipe: Finetuning
     tokenizer: Any
+    varies: bool = True
 
     def _settle(self, recipe: Finetuning) -> None:
         raise NotImplementedError

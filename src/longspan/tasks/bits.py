@@ -105,7 +105,8 @@ def _read(
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
+    nats = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return nats.view_as(targets)
 
 
 def _tensor(rows: np.ndarray, model: LongspanForCausalLM) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
@@ -32,6 +33,7 @@ class CharLM:
     """
 
     goal = BITS
+    varies = False
 
     def __init__(self, recipe: Recipe, corpus: Corpus | None = None) -> None:
         _check(recipe)
@@ -127,7 +129,7 @@ def evaluate(model: LongspanForCausalLM, text: Bytes, settings: Evaluation) -> T
 
 def with_attention(model: LongspanForCausalLM, changes: Mapping[str, Any]) -> LongspanForCausalLM:
     """The same weights in a model whose attention layers have some other options, a longer
-    memory, say. The weights are shared, not copied."""
+    memory, say. The weights are shared, not copied, unless they lie in shards."""
     if not changes:
         return model
     config = copy.deepcopy(model.config)
@@ -135,8 +137,12 @@ def with_attention(model: LongspanForCausalLM, changes: Mapping[str, Any]) -> Lo
     values["attention"] = [{**setting, **changes} for setting in config.attention]
     with torch.device("meta"):
         twin = LongspanForCausalLM(LongspanDecoderConfig(**_known(values)))
-    twin.load_state_dict(model.state_dict(), assign=True)
+    twin.load_state_dict({n: _whole(t) for n, t in model.state_dict().items()}, assign=True)
     return twin
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:

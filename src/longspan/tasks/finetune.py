@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import autocast, bfloat16
 
+from longspan import machine
 from longspan.models import (
     LongspanForConditionalGeneration,
     LongspanForCoreference,
@@ -77,7 +78,14 @@ def finetune(
     model = load_model(task.recipe, folder)
     with half(task.recipe, model):
         found = {split: task.evaluate(model, split) for split in ("valid", "test")}
-    results = {"checkpoint": folder.name, **found, "notes": task.notes()}
+    results = {
+        "checkpoint": folder.name,
+        **found,
+        "notes": task.notes(),
+        "machine": machine.describe(next(model.parameters()).device, torch.get_num_threads()),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+    }
     if environ.get("RANK", "0") == "0":  # of several processes, one writes
         checkpoint.write_json(run / "results.json", results)
     return results

@@ -100,6 +100,8 @@ class MaskedLM(Filler, ExampleTask):
     Documents that another task has read, with the same vocabulary, need not be read again.
     """
 
+    varies = False
+
     def __init__(self, recipe: Finetuning, documents: Splits[Document] | None = None) -> None:
         source = check_recipe(recipe, MEASURES)
         super().__init__(recipe, load_tokenizer(source))

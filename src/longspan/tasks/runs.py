@@ -1,7 +1,7 @@
 """Runs of language models: opened for use, and several carried out one after the other."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json import loads
 from pathlib import Path
 from typing import NamedTuple
@@ -58,12 +58,17 @@ def load_model(folder: Path) -> LongspanForCausalLM:
 
 
 def carry_out(
-    recipes: Sequence[Recipe], folder: Path, console: Console, corpus: Corpus | None = None
+    recipes: Sequence[Recipe],
+    folder: Path,
+    console: Console,
+    corpus: Corpus | None = None,
+    after: Callable[[Path, CharLM], object] = lambda run, task: None,
 ) -> dict[str, str]:
     """Each recipe in a folder of its own, begun or gone on with; what failed, and why.
 
     A run that fails, for want of memory, say, does not keep the next from being tried. What is
-    done already is left as it is, so that the same call goes on after an interruption.
+    done already is left as it is, so that the same call goes on after an interruption. `after` is
+    called with each run as soon as it is done.
     """
     failed: dict[str, str] = {}
     for recipe in recipes:
@@ -76,6 +81,7 @@ def carry_out(
             corpus = task.corpus  # all read the same text
             console.rule(recipe.name)
             train(recipe, task, run, resume=(run / "recipe.json").exists(), console=console)
+            after(run, task)
         except (RuntimeError, FloatingPointError) as error:
             failed[recipe.name] = str(error).strip().partition("\n")[0]
             console.print(f"{recipe.name} failed: {failed[recipe.name]}", markup=False)

@@ -165,6 +165,8 @@ class Summarize(Summarizer, ExampleTask):
     Everything that can be wrong with a recipe or its examples is found here, before training.
     """
 
+    varies = False  # where compiled, see `_round_up`
+
     def __init__(self, recipe: Finetuning) -> None:
         source = check_recipe(recipe, MEASURES)
         super().__init__(recipe, load_tokenizer(source))

@@ -226,7 +226,7 @@ class Finetuning(Plan):
     precision: Literal["no", "bf16"] = "bf16"
     accumulate: int = 1
     checkpointing: bool = False
-    compile: Literal["no", "model", "layers"] = "no"
+    compile: Literal["no", "model", "layers", "auto"] = "no"
     minutes: float = 0.0
     log_every: int = 10
     save_every: int = 0

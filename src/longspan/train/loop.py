@@ -1,9 +1,10 @@
 """The training loop: one function, read from top to bottom.
 
 Devices, precision and sharding are Accelerate's: `accelerate launch -m longspan.cli train ...`
-runs it on several GPUs, with DDP or FSDP as `accelerate config` was told. Everything random
-follows from the seed, the step and the process, and what is read follows from the step, so a run
-that was killed goes on to the same losses.
+runs it on several GPUs, with DDP or FSDP as `accelerate config` was told. FSDP shards the model in
+place, so that `plain` below is the model in every case. Everything random follows from the seed,
+the step and the process, and what is read follows from the step, so a run that was killed goes on
+to the same losses.
 """
 
 import json
@@ -17,11 +18,17 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_object_list
+from accelerate.utils import (
+    DistributedType,
+    TorchDynamoPlugin,
+    broadcast_object_list,
+    disable_fsdp_ram_efficient_loading,
+)
 from rich.console import Console
 from safetensors.torch import load_model
+from torch.distributed.fsdp import fully_shard
 
-from longspan.layers.observing import end_part, refresh
+from longspan.layers.observing import Observing, auxiliary_loss, end_part, refresh
 from longspan.machine import peak_mib, reset_peak
 from longspan.train import checkpoint
 from longspan.train.optim import build_optimizers, set_learning_rate
@@ -31,6 +38,8 @@ from longspan.train.recipe import Plan
 from longspan.train.schedule import learning_rate
 from longspan.train.task import BITS, Task
 
+# Steps from which on compiling its layers, which takes half a minute, makes a run shorter.
+_LONG = 500
 # What an evaluation is entered with, beside its findings.
 _COUNTS = ("step", "tokens", "training_seconds", "seconds")
 
@@ -44,16 +53,19 @@ def train(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Carry out a recipe in the folder `run`; returns the last evaluation."""
-    AcceleratorState._reset_state()  # an earlier run in this process may have had other settings
+    # An earlier run in this process may have had other settings.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    disable_fsdp_ram_efficient_loading()  # every process builds the model
     accelerator = Accelerator(
         mixed_precision=recipe.precision,
-        dynamo_plugin=_compiler(recipe),
+        dynamo_plugin=_compiler(recipe, task),
     )
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded:
+        _prepare_sharding(accelerator)
     main = accelerator.is_main_process
     console = console or Console()
     shares = _shares(recipe, accelerator)
-    if recipe.optimizer.kind == "muon" and accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError("Muon needs whole matrices and FSDP splits them; use adamw, or DDP")
     if main:
         _prepare_folder(recipe, run, resume)
     accelerator.wait_for_everyone()
@@ -65,16 +77,16 @@ def train(
         plain.gradient_checkpointing_enable({"use_reentrant": False})
     if last is not None:
         load_model(plain, last / "model.safetensors")
-    optimizers = build_optimizers(plain, recipe.optimizer)
+    if sharded:
+        _shard_by_hand(plain, accelerator)
+    optimizers = build_optimizers(plain, recipe.optimizer, fused=accelerator.device.type == "cuda")
     model, *prepared = accelerator.prepare(plain, *optimizers)
     optimizers = [wrapped.optimizer for wrapped in prepared]
-    # Only FSDP changes what the weights are; else the model itself still has them all.
-    owner = model if accelerator.distributed_type == DistributedType.FSDP else plain
     states: list[Any] = [None] * recipe.accumulate
     known: dict[str, Any] = {}
     if last is not None:
         known = checkpoint.progress(last)
-        checkpoint.load_optimizers(last, owner, optimizers)
+        checkpoint.load_optimizers(last, plain, optimizers)
         states = _load_states(task, plain, last, accelerator, recipe.accumulate)
 
     pace, best = Pace(recipe, known), known.get("best")
@@ -107,12 +119,14 @@ def train(
             for part, rows in enumerate(shares[number]):
                 batch, anew = task.batch(number, pace.inside, rows)
                 read += _tokens(batch) * accelerator.num_processes
-                batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+                batch = {name: _sent(tensor, accelerator.device) for name, tensor in batch.items()}
                 if anew:
                     states[part] = None
                 with _sync_with(accelerator, model, part == recipe.accumulate - 1):
-                    loss = task.loss(model, batch, states[part])
-                    accelerator.backward(loss.total / recipe.accumulate)
+                    with accelerator.autocast():
+                        loss = task.loss(model, batch, states[part])
+                        total = loss.total + auxiliary_loss(plain)
+                    accelerator.backward(total / recipe.accumulate)
                 end_part(plain)
                 states[part] = loss.state
                 losses.append(loss.nats)
@@ -166,7 +180,7 @@ def train(
                 pace.hold()
             if evaluates:
                 limit = recipe.evaluation.limit
-                with accelerator.autocast():
+                with accelerator.autocast(), _as_written():
                     found = task.evaluate(plain, "valid", limit)
                 model.train()
                 value = found[goal.name]
@@ -177,7 +191,7 @@ def train(
                     metrics.add({"split": "valid", **counts, **found})
                 bar.say(f"step {done}: valid {value:.4f} {goal.in_words}")
             if samples:
-                with accelerator.autocast():
+                with accelerator.autocast(), _as_written():
                     text = task.sample(plain)  # by every process: sharded weights need them all
                 model.train()
                 if metrics is not None:
@@ -189,7 +203,7 @@ def train(
                     "best": best,
                     "seconds": time.monotonic() - started,
                 }
-                _save(task, run, known, accelerator, owner, optimizers, states)
+                _save(task, run, known, accelerator, plain, optimizers, states)
             if saves or samples:
                 since = time.monotonic()  # the speed is that of training alone
                 pace.go()
@@ -200,15 +214,53 @@ def train(
     return found
 
 
-def _compiler(recipe: Plan) -> TorchDynamoPlugin | None:
-    if recipe.compile == "no":
+def _compiler(recipe: Plan, task: Task) -> TorchDynamoPlugin | None:
+    how = recipe.compile
+    if how == "auto":
+        how = "layers" if torch.cuda.is_available() and recipe.steps >= _LONG else "no"
+    if how == "no":
         return None
     return TorchDynamoPlugin(
         backend="inductor",  # pyright: ignore
-        # Each phase has its own length: compile for it, not for any length.
-        dynamic=False,
-        use_regional_compilation=recipe.compile == "layers",
+        # Where each phase has its own length, compile for it; else once for all.
+        dynamic=task.varies,
+        use_regional_compilation=how == "layers",
     )
+
+
+def _prepare_sharding(accelerator: Accelerator) -> None:
+    """Settings of FSDP under which a run is the same as without it."""
+    state: Any = accelerator.state
+    plugin = state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"FSDP {plugin.fsdp_version} leaves no model that could be evaluated: set fsdp_version "
+            "to 2 in the configuration of accelerate (FSDP_VERSION=2)"
+        )
+    plugin.mixed_precision_policy = None  # autocast does it, and leaves losses in float32
+    state.dynamo_plugin.use_regional_compilation = True  # layers are gathered one by one
+
+
+def _shard_by_hand(plain: Any, accelerator: Accelerator) -> None:
+    """Weights that are read outside of their module, where FSDP does not see it."""
+    if any(isinstance(module, Observing) for module in plain.modules()):
+        raise ValueError(
+            "layers that keep centroids need whole weights between steps, and FSDP splits them: "
+            "use DDP (distributed_type: MULTI_GPU)"
+        )
+    # Embeddings that make the output too stay gathered until the backward pass is over.
+    if plain.get_output_embeddings() is None:
+        plugin: Any = accelerator.state.fsdp_plugin
+        fully_shard(
+            plain.get_input_embeddings(),
+            reshard_after_forward=False,
+            offload_policy=plugin.cpu_offload,
+        )
+
+
+def _as_written() -> Any:
+    """Evaluations and samples have lengths of their own: nothing is compiled for them."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _agree(accelerator: Accelerator, pace: Pace) -> float:
@@ -216,6 +268,12 @@ def _agree(accelerator: Accelerator, pace: Pace) -> float:
     if accelerator.num_processes == 1 or pace.recipe.minutes == 0:
         return pace.place
     return broadcast_object_list([pace.place])[0]
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On its way to the device: the host, which does not wait, makes the next batch meanwhile."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def _tokens(batch: dict[str, torch.Tensor]) -> int:
@@ -278,15 +336,15 @@ def _save(
     run: Path,
     known: dict[str, Any],
     accelerator: Accelerator,
-    owner: Any,
+    plain: Any,
     optimizers: list[torch.optim.Optimizer],
     states: list[Any],
 ) -> None:
     folder = checkpoint.folder_of(run, known["step"])
     temporary = checkpoint.unfinished(folder)
     temporary.mkdir(parents=True, exist_ok=True)
-    weights: Any = accelerator.get_state_dict(owner)
-    moments = checkpoint.optimizer_tensors(owner, optimizers)
+    weights: Any = accelerator.get_state_dict(plain)
+    moments = checkpoint.optimizer_tensors(plain, optimizers)
     packed = {
         f"{part}/{name}": tensor
         for part, state in enumerate(states)
@@ -296,7 +354,6 @@ def _save(
     checkpoint.save_tensors(temporary / f"state-{accelerator.process_index}.safetensors", packed)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        plain = accelerator.unwrap_model(owner, keep_torch_compile=False)
         plain.save_pretrained(temporary, state_dict=task.export(weights))
         task.accompany(temporary)
         checkpoint.save_tensors(temporary / "optimizer.safetensors", moments)

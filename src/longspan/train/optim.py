@@ -6,11 +6,14 @@ from torch import nn
 from longspan.train.recipe import Optimizer
 
 
-def build_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: nn.Module, settings: Optimizer, *, fused: bool = False
+) -> list[torch.optim.Optimizer]:
     """AdamW alone, or Muon for the matrices inside layers and AdamW for everything else.
 
     Biases, norms and other vectors are not decayed. Each group remembers in "scale" what to
-    multiply the schedule's learning rate by; a head on an encoder may have another one.
+    multiply the schedule's learning rate by; a head on an encoder may have another one. `fused` has
+    all of an AdamW step in one kernel, for GPUs.
     """
     matrices, others, vectors = [], [], []
     head: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
@@ -45,6 +48,7 @@ def build_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.
             lr=0.0,
             betas=settings.betas,
             eps=settings.eps,
+            fused=fused or None,  # False would also keep torch from its second best
         )
     ]
     if matrices:

@@ -93,7 +93,7 @@ class Plan:
     precision: Literal["no", "bf16"]
     accumulate: int
     checkpointing: bool
-    compile: Literal["no", "model", "layers"]
+    compile: Literal["no", "model", "layers", "auto"]
     minutes: float
     log_every: int
     save_every: int
@@ -129,7 +129,8 @@ class Recipe(Plan):
         accumulate: parts into which each process cuts its share of a batch.
         checkpointing: compute activations again in the backward pass rather than keep them.
         compile: through torch.compile: the "model" as a whole, or its "layers", each kind of them
-            once; the latter is ready sooner, above all where memories grow. "no" = neither.
+            once; the latter is ready sooner, above all where memories grow. "no" = neither. "auto":
+            the layers, on a GPU and in a run that is long enough to gain by it.
         minutes: of training; 0 = as many steps as the phases say. With it, steps are shares of
             the time: phases, warm-up, and what is due every so many steps. Steps then depend on
             the machine's speed, so that a run is not repeated exactly.
@@ -147,7 +148,7 @@ class Recipe(Plan):
     precision: Literal["no", "bf16"] = "bf16"
     accumulate: int = 1
     checkpointing: bool = False
-    compile: Literal["no", "model", "layers"] = "no"
+    compile: Literal["no", "model", "layers", "auto"] = "no"
     minutes: float = 0.0
     log_every: int = 10
     save_every: int = 1000

@@ -33,6 +33,7 @@ class Task(Protocol):
     """Examples into batches, a model with its loss, and a measure of success."""
 
     goal: Goal
+    varies: bool  # whether batches of a phase differ in length; they are compiled for any, then
 
     def build(self) -> PreTrainedModel:
         """A new model."""

@@ -45,8 +45,8 @@ def _routing_matched(case: FamilyCase) -> dict[str, Any]:
     return {"kind": "routing", "clusters": case.tokens // size, "size": size}
 
 
-# What is computed again in the backward pass asks for the generator's state, random blocks are
-# drawn on the host and a longest span is read back: none of that can be captured.
+# What is computed again in the backward pass asks for the generator's state, and a longest span is
+# read back: neither can be captured.
 MECHANISMS = {
     "window": Mechanism("window", lambda c: {"window": c.reach, "global_tokens": False}),
     "linformer": Mechanism(

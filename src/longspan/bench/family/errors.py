@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.family.rivals import ROUNDS
+from longspan.layers.clusters import unit
 from longspan.layers.observing import refresh
-from longspan.layers.reformer import unit
 from longspan.layers.registry import build_attention
 
 HIDDEN, HEADS = 64, 2

@@ -49,7 +49,7 @@ class Step(Workload):
 
 def _step(case: LMCase, model: nn.Module, device: torch.device) -> Step:
     model = model.to(device).train()
-    optimizers = build_optimizers(model, Optimizer("muon"))
+    optimizers = build_optimizers(model, Optimizer("muon"), fused=device.type == "cuda")
     set_learning_rate(optimizers, 1e-4)
     weights: list[Tensor] = list(model.parameters())
     drawn = torch.randint(

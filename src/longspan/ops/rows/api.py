@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from longspan.ops.backends import Backend, choose
-from longspan.ops.rows import autograd, plain
+from longspan.ops.rows import autograd, early, plain
 from longspan.ops.rows.call import Call
 from longspan.ops.rows.positions import take_rows
 from longspan.ops.window import api as window
@@ -47,6 +47,14 @@ def _exact() -> bool:
 _exact._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def _refuse_early(
+    device: torch.device, dtype: torch.dtype, head_dim: int, dim: int, late: bool
+) -> str | None:
+    if late:
+        return "it projects early, and for this call late=True"
+    return window.refuse_dtype(device, dtype, head_dim)
+
+
 def _refuse_plain(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
     return window.refuse_dtype(device, dtype, sizes[0])
 
@@ -54,6 +62,7 @@ def _refuse_plain(device: torch.device, dtype: torch.dtype, *sizes: int) -> str 
 # In the order in which `auto` tries them.
 BACKENDS = (
     Backend("triton", "fused GPU kernels, forward and backward", _refuse_triton, home="cuda"),
+    Backend("early", "the window's kernels, for many global tokens", _refuse_early, home="cuda"),
     Backend("plain", "PyTorch's own operations, any device", _refuse_plain),
 )
 
@@ -87,7 +96,8 @@ def global_attention(
         dropout_p, scale: as in `window_attention`.
         late: apply the projections to the rows (True) or to the tokens (False); by default
             whichever is cheaper.
-        backend: "auto", "triton" (projects late) or "plain". A named one never falls back.
+        backend: "auto", "triton" (projects late), "early" (projects early) or "plain". A named one
+            never falls back.
 
     Gradients can be taken once; `backend="plain"` allows higher derivatives.
     """
@@ -96,6 +106,11 @@ def global_attention(
     chosen, late = _choose(backend, late, hidden, positions, seen, rows * heads, head_dim)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     seen = _described(hidden, seen)
+    if chosen == "early":
+        return early.attend(
+            query, hidden, key_weight, value_weight, value_bias, positions=positions, seen=seen,
+            causal=causal, dropout_p=dropout_p, scale=scale,
+        )  # fmt: skip
     seed = dropout.new_seed(hidden.device) if dropout_p > 0 else None
     if chosen == "plain":
         return plain.attend(
@@ -141,14 +156,14 @@ def global_rows(
     _check_positions(positions, hidden)
     rows, head_dim = positions.shape[1] * heads, inner // heads
     chosen, late = _choose(backend, None, hidden, positions, seen, rows, head_dim)
-    if chosen == "plain":
+    if chosen != "triton":
         query_weight, key_weight, value_weight = weight.split(inner)
         query_bias, _, value_bias = (None,) * 3 if bias is None else bias.split(inner)
         query = linear(take_rows(hidden, positions), query_weight, query_bias)
         return global_attention(
             query.unflatten(-1, (heads, -1)), hidden, key_weight, value_weight, value_bias,
             positions=positions, seen=seen, causal=causal, dropout_p=dropout_p, late=late,
-            backend="plain",
+            backend=chosen,
         )  # fmt: skip
     seen = _described(hidden, seen)
     seed = dropout.new_seed(hidden.device) if dropout_p > 0 else None
@@ -169,12 +184,14 @@ def _choose(
     """The backend's name, and whether it projects late."""
     dim = hidden.shape[2]
     if late is None:
-        late = backend == "triton" or rows < dim
+        late = backend == "triton" or (backend != "early" and rows < dim)
     dtype = _autocast(hidden) or hidden.dtype
     bounded = seen is not None and seen.start is not None
     training = hidden.requires_grad and torch.is_grad_enabled()
     if backend == "auto" and rows > MANY_ROWS and not bounded and not training:
         backend = "plain"
+    if backend == "auto" and not late and bounded:
+        backend = "early"  # all rows over all tokens would cost documents times as much
     chosen = choose(backend, BACKENDS, hidden.device, dtype, head_dim, dim, late).name
     if hidden.numel() == 0 or positions.numel() == 0:
         chosen = "plain"  # there is nothing to launch a kernel for
@@ -186,7 +203,7 @@ def _described(hidden: Tensor, seen: Visibility | None) -> Visibility:
     if seen is None:
         return Visibility()
     window.check_visibility(hidden, seen)
-    return Visibility(seen.start, seen.stop)
+    return Visibility(seen.start, seen.stop, seen.holes)
 
 
 def _autocast(tensor: Tensor) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longspan.ops.window import dropout
 from longspan.ops.window.pattern import Pattern, Visibility
@@ -83,5 +84,8 @@ def attend(
 
 def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """`out` with rows [batch, g, heads, dim] at tokens [batch, g], none where it is negative."""
-    row, slot = (at >= 0).nonzero(as_tuple=True)
-    return out.index_put((row, at[row, slot].long()), rows[row, slot].to(out.dtype))
+    tokens = out.shape[1]
+    # One token more for the rest: to leave it out would be to wait for the device.
+    place = torch.where(at < 0, tokens, at).long()[..., None, None].expand_as(rows)
+    wide = pad(out, (0, 0, 0, 0, 0, 1))
+    return wide.scatter(1, place, rows.to(out.dtype))[:, :tokens]

@@ -1,0 +1,127 @@
+"""Finetuned runs side by side: what each scored over its seeds, as data, table and picture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.table import Table
+
+from longspan.analyze.figures import BLUE, ORANGE
+from longspan.bench.drawing import look, save
+from longspan.bench.report import make_table
+from longspan.tasks.finetune import spread
+from longspan.train.checkpoint import read_json
+
+_COLUMNS = ("", "measure", "test", "valid", "seeds", "minutes", "GiB")
+
+
+def collect(folders: list[Path]) -> list[dict[str, Any]]:
+    """Of every run, or folder of runs by seed: scores, settings, and what each seed took."""
+    arms = []
+    for folder in folders:
+        runs = [folder] if (folder / "results.json").exists() else _by_seed(folder)
+        if not runs:
+            raise ValueError(
+                f"{folder} has no results.json, neither itself nor in seed-*: name folders that "
+                "`longspan train` has finished"
+            )
+        recipes = [read_json(run / "recipe.json") for run in runs]
+        arms.append(
+            {
+                "name": folder.name,
+                "measure": recipes[0]["measure"],
+                "seeds": [_seed(*pair) for pair in zip(runs, recipes, strict=True)],
+                "recipe": _shared(recipes[0]),
+            }
+        )
+        for split in ("valid", "test"):
+            arms[-1][split] = spread([one[split] for one in arms[-1]["seeds"]])
+    return arms
+
+
+def rows(arms: list[dict[str, Any]]) -> list[list[str]]:
+    return [
+        [
+            arm["name"],
+            arm["measure"].replace("_", " "),
+            *(_score(arm, split) for split in ("test", "valid")),
+            str(len(arm["seeds"])),
+            f"{_mean(arm, 'seconds') / 60:.1f}",
+            f"{_mean(arm, 'peak_mib') / 1024:.1f}",
+        ]
+        for arm in arms
+    ]
+
+
+def table(arms: list[dict[str, Any]]) -> Table:
+    made = make_table("Finetuned runs: mean and deviation over seeds")
+    for place, name in enumerate(_COLUMNS):
+        made.add_column(name, justify="left" if place < 2 else "right")
+    for row in rows(arms):
+        made.add_row(*row)
+    return made
+
+
+def markdown(arms: list[dict[str, Any]]) -> str:
+    lines = [_COLUMNS, ("---", "---", *["---:"] * (len(_COLUMNS) - 2)), *rows(arms)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def draw(arms: list[dict[str, Any]], stem: Path) -> list[Path]:
+    """Writes PNG and SVG: a dot for each seed and a bar at their mean, a panel for each measure."""
+    tasks: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for arm in arms:
+        tasks.setdefault((arm["recipe"]["name"], arm["measure"]), []).append(arm)
+    with look():
+        columns = min(3, len(tasks))
+        lines = -(-len(tasks) // columns)
+        height = 0.9 + 0.32 * max(map(len, tasks.values()))
+        figure = Figure(figsize=(3.4 * columns + 0.6, height * lines))
+        panels = figure.subplots(lines, columns, squeeze=False).flatten()
+        for unused in panels[len(tasks) :]:
+            unused.set_visible(False)
+        for axes, ((task, measure), own) in zip(panels, tasks.items(), strict=False):
+            for place, arm in enumerate(own):
+                scores = [one["test"][measure] for one in arm["seeds"]]
+                axes.plot(scores, [place] * len(scores), "o", color=BLUE, alpha=0.5, ms=5)
+                mean = arm["test"][measure]["mean"]
+                axes.plot([mean, mean], [place - 0.3, place + 0.3], color=ORANGE, lw=2)
+            axes.set_yticks(range(len(own)), [arm["name"] for arm in own])
+            axes.set_ylim(len(own) - 0.5, -0.5)
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.margins(x=0.1)
+            axes.set_title(f"{task}: {measure.replace('_', ' ')}, test")
+        figure.tight_layout(w_pad=2.0, h_pad=1.5)
+        return save({"": figure}, stem)
+
+
+def _by_seed(folder: Path) -> list[Path]:
+    found = [path.parent for path in folder.glob("seed-*/results.json")]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def _seed(run: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [one for one in entries if "split" not in one]
+    took = {name: steps[-1].get(name, 0.0) for name in ("seconds", "tokens", "peak_mib")}
+    return {"seed": recipe["seed"], **read_json(run / "results.json"), **took}
+
+
+def _shared(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe without what differs by seed, and without the folders of the machine it ran on."""
+    kept = {name: value for name, value in recipe.items() if name not in ("seed", "phases")}
+    for part, names in (("model", ("source",)), ("data", ("train", "valid", "test"))):
+        own = kept[part]
+        kept[part] = own | {name: Path(own[name]).name for name in names if own[name] is not None}
+    return kept
+
+
+def _score(arm: dict[str, Any], split: str) -> str:
+    own = arm[split][arm["measure"]]
+    return f"{own['mean']:.4f}" + (f" ± {own['deviation']:.4f}" if len(arm["seeds"]) > 1 else "")
+
+
+def _mean(arm: dict[str, Any], name: str) -> float:
+    return sum(one[name] for one in arm["seeds"]) / len(arm["seeds"])
