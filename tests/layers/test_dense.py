@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import gelu, relu
 from transformers.activations import ACT2FN
 
-from longspan.layers import dense
+from longspan.layers import dense, window
 from longspan.layers.block import Block
 from longspan.layers.dense import one_product, project
 from longspan.layers.window import WindowAttention
@@ -81,3 +81,29 @@ def test_a_block_without_gradients_is_the_same_block(gated: bool) -> None:
     exact = block.double()(hidden.double(), seen)
     assert ours.shape == hidden.shape
     assert (ours - exact).abs().max() <= 2 * (whole - exact).abs().max()
+
+
+@needs_onednn
+@pytest.mark.parametrize("rotary", [None, 10_000.0])
+@pytest.mark.parametrize("tokens", [90, 2100])
+@torch.no_grad()
+def test_a_few_heads_at_a_time(
+    tokens: int, rotary: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five heads two, two and one, with all that differs from head to head."""
+    torch.manual_seed(0)
+    layer = WindowAttention(40, 5, 16, dilation=(1, 2, 1, 3, 4), rotary=rotary).eval()
+    hidden = torch.randn(2, tokens, 40)
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    mask[1, -30:] = False
+    is_global = torch.zeros_like(mask)
+    is_global[:, [0, 7]] = True
+    whole = layer(hidden, mask, is_global)
+    monkeypatch.setattr(window, "_BYTES", 3 * hidden.nbytes // 2)
+    calls = []
+    attend = window.window_attention
+    monkeypatch.setattr(
+        window, "window_attention", lambda *a, **b: calls.append(b["dilation"]) or attend(*a, **b)
+    )
+    torch.testing.assert_close(layer(hidden, mask, is_global), whole)
+    assert calls == [(1, 2), (1, 3), (4,)]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.nn.functional import linear
 
 from longspan.ops import global_attention, global_positions, global_rows, visibility
@@ -300,6 +301,23 @@ def test_exports_with_dynamic_length(device):
     )
     given = inputs(93)
     torch.testing.assert_close(program.module()(*given), Module()(*given))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_checkpointing(compiled, device):
+    """Which hands out what was saved once only."""
+    weight = torch.randn(96, 48, device=device)
+    positions = torch.tensor([[0], [3]], device=device)
+    hidden = torch.randn(2, 20, 48, device=device, requires_grad=True)
+
+    def loss(hidden):
+        out = global_rows(hidden, weight, heads=2, positions=positions, backend="triton")
+        return out.square().sum()
+
+    function = torch.compile(loss, backend="aot_eager") if compiled else loss
+    truth = torch.autograd.grad(loss(hidden), hidden)
+    again = checkpoint(function, hidden, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again, hidden), truth)
 
 
 def test_autocast_decides_the_dtype(device):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
-from longspan.layers.dense import project
+from longspan.layers.dense import prepared, project
 from longspan.ops.shorten import Pools
 from longspan.ops.window import Visibility
 
@@ -109,16 +109,18 @@ class Block(nn.Module):
         return self.attention_norm(hidden) if self.norm_first else hidden
 
     def _feed(self, hidden: Tensor) -> Tensor:
+        up, down = prepared(self.up, hidden), prepared(self.down, hidden)
+
+        def some(tokens: Tensor) -> Tensor:
+            if self.gated:
+                inner, gate = up(tokens).chunk(2, dim=-1)
+                inner = self.activation(inner) * gate
+            else:
+                inner = up(tokens, self.activation)
+            return down(self.inner_dropout(inner))
+
         whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if whole or hidden.device.type != "cpu" or hidden.shape[:-1].numel() <= _TOKENS:
-            return self._feed_some(hidden)
+            return some(hidden)
         parts = hidden.flatten(0, -2).split(_TOKENS)
-        return torch.cat([self._feed_some(part) for part in parts]).view_as(hidden)
-
-    def _feed_some(self, hidden: Tensor) -> Tensor:
-        if self.gated:
-            inner, gate = project(self.up, hidden).chunk(2, dim=-1)
-            inner = self.activation(inner) * gate
-        else:
-            inner = project(self.up, hidden, self.activation)
-        return project(self.down, self.inner_dropout(inner))
+        return torch.cat([some(part) for part in parts]).view_as(hidden)

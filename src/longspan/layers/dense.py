@@ -6,26 +6,54 @@ here it serves plain calls, without gradients.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_MANY = 2048  # tokens
 
 
 def project(
     layer: nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """`activation(layer(x))`, [..., in] -> [..., out]."""
-    fused = activation is None or _is_gelu(activation)
-    if fused and one_product(layer, x):
-        weight: Any = layer.weight
-        name, kind = ("none", "") if activation is None else ("gelu", "none")
-        return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, name, [], kind)
-    out = layer(x)
-    return out if activation is None else activation(out)
+    return prepared(layer, x)(x, activation)
+
+
+class Projection(Protocol):
+    def __call__(
+        self, x: Tensor, activation: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor: ...
+
+
+def prepared(layer: nn.Module, x: Tensor, rows: Tensor | None = None) -> Projection:
+    """`project` for the pieces of `x`, onto some `rows` of the weight or all."""
+    if not one_product(layer, x):
+        assert rows is None
+
+        def apply(x: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+            out = layer(x)
+            return out if activation is None else activation(out)
+
+        return apply
+    weight: Any = layer.weight
+    bias: Any = layer.bias
+    if rows is not None:
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    # Laying out a weight as oneDNN likes it best takes the time of some forty tokens.
+    if x.shape[:-1].numel() >= _MANY:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+
+    def multiply(x: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        fused = activation is not None and _is_gelu(activation)
+        name, kind = ("gelu", "none") if fused else ("none", "")
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], kind)
+        return out if fused or activation is None else activation(out)
+
+    return multiply
 
 
 def one_product(layer: nn.Module, x: Tensor) -> bool:

@@ -7,13 +7,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from longspan.layers.base import AttentionLayer
-from longspan.layers.dense import project
+from longspan.layers.dense import one_product, prepared, project
 from longspan.layers.position import rotate
 from longspan.ops.rows import global_positions, global_rows, global_weights, take_rows
 from longspan.ops.window import Visibility, window_attention
 from longspan.ops.window import visibility as describe
 from longspan.ops.window.maps import AttentionMap, attention_map
 from longspan.ops.window.pattern import check_dilation, check_window
+
+# Bytes of queries, keys and values at a time where nothing has to be kept for gradients. Beyond 32
+# MB the C library asks the system for new memory each time, which is slow to fill: page by page.
+_BYTES = 24 << 20
 
 
 class WindowAttention(AttentionLayer):
@@ -121,25 +125,39 @@ class WindowAttention(AttentionLayer):
             )
         seen = self._own(seen)
         dropout_p = self.dropout if self.training else 0.0
-        tensors = (self._project(hidden),)
-        if self.rotary is not None:
-            tensors = self._apart(*tensors, seen, position_ids)
-        rows = self.qkv_global is None
-        if not rows and seen.rank is not None:
+        rows = None
+        if self.qkv_global is not None and seen.rank is not None:
             if positions is None:
                 chosen = seen.is_global()
                 assert chosen is not None
                 positions = global_positions(chosen)
-            rows = (self._global_rows(hidden, seen, positions, dropout_p), positions)
-        return window_attention(
-            *tensors,
-            window=self.window,
-            dilation=self.dilation,
-            visibility=seen,
-            dropout_p=dropout_p,
-            global_rows=rows,
-            backend=self.backend,
-        ).flatten(2)
+            rows = self._global_rows(hidden, seen, positions, dropout_p)
+
+        def attend(some: slice) -> Tensor:
+            tensors = (self._project(hidden, some),)
+            if self.rotary is not None:
+                tensors = self._apart(*tensors, seen, position_ids)
+            given = self.qkv_global is None
+            if rows is not None and positions is not None:
+                given = rows[:, :, some], positions
+            return window_attention(
+                *tensors,
+                window=self.window,
+                dilation=self.dilation[some],
+                visibility=seen,
+                dropout_p=dropout_p,
+                global_rows=given,
+                backend=self.backend,
+            )
+
+        few = self._at_a_time(hidden)
+        if few >= self.heads:
+            return attend(slice(None)).flatten(2)
+        out = hidden.new_empty(hidden.shape).unflatten(2, (self.heads, -1))
+        for first in range(0, self.heads, few):
+            some = slice(first, first + few)
+            out[:, :, some] = attend(some)
+        return out.flatten(2)
 
     @torch.no_grad()
     def map(
@@ -181,9 +199,19 @@ class WindowAttention(AttentionLayer):
         """What this layer makes of a description for all layers."""
         return seen if self.global_tokens else seen._replace(rank=None, places=None)
 
-    def _project(self, hidden: Tensor) -> Tensor:
-        """Queries, keys and values, [batch, tokens, 3, heads, head_dim]."""
-        return project(self.qkv, hidden).unflatten(-1, (3, self.heads, -1))
+    def _at_a_time(self, hidden: Tensor) -> int:
+        """Heads that are projected and attended to together."""
+        if not one_product(self.qkv, hidden):
+            return self.heads
+        return max(1, self.heads * _BYTES // (3 * hidden.numel() * hidden.itemsize))
+
+    def _project(self, hidden: Tensor, some: slice = slice(None)) -> Tensor:
+        """Queries, keys and values of some heads, [batch, tokens, 3, heads, head_dim]."""
+        if some == slice(None):
+            return project(self.qkv, hidden).unflatten(-1, (3, self.heads, -1))
+        rows = torch.arange(self.qkv.out_features).view(3, self.heads, -1)[:, some]
+        stacked = prepared(self.qkv, hidden, rows.flatten())(hidden)
+        return stacked.unflatten(-1, (*rows.shape[:2], -1))
 
     def _apart(
         self, stacked: Tensor, seen: Visibility, position_ids: Tensor | None

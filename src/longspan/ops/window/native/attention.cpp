@@ -14,6 +14,7 @@
 namespace {
 
 constexpr long GROUP = 16;  // tiles whose scores are held at a time
+constexpr long COLUMNS = 2 * GROUP * T;  // of these scores: keys of the window, and global ones
 constexpr float LOG2E = 1.44269504f;
 
 template <class N, class E>
@@ -39,8 +40,8 @@ public:
     }
 
     bool forward() {
-        long total = call.batch * call.heads * longest;
-        chunk = most(1, least(16, total / 64));
+        // Every chunk packs the keys of its neighbours too, so few of them, but enough for all.
+        chunk = most(1, least(32, call.batch * call.heads * longest / (8 * call.threads)));
         bool done = run(chunks(0, 1), [&](Arena& room, long index, long piece) {
             Head head(call, index);
             long count = lane_chunks(head, 0, 1);
@@ -212,8 +213,8 @@ private:
     // ---- forward
 
     struct State {
-        float *sum, *scores;  // [T, width], [T, GROUP * T]
-        E* weights;           // [T, GROUP * T]; the scores themselves in float32
+        float *sum, *scores;  // [T, width]; [STRIP, COLUMNS]
+        E* weights;           // [STRIP, COLUMNS]; the scores themselves in float32
         E* query;             // [T, width]
         float top[T], total[T];
         bool fresh = true;
@@ -222,9 +223,9 @@ private:
     State begin_rows(Arena& room, const Head& head, const Rows& rows) const {
         State state;
         state.sum = room.take<float>(T * width);
-        state.scores = room.take<float>(T * GROUP * T);
+        state.scores = room.take<float>(STRIP * COLUMNS);
         if constexpr (per == 1) state.weights = state.scores;
-        else state.weights = room.take<E>(T * GROUP * T);
+        else state.weights = room.take<E>(STRIP * COLUMNS);
         state.query = room.take<E>(T * width);
         restart(state, head, rows);
         return state;
@@ -237,59 +238,88 @@ private:
               state.query);
     }
 
-    // Take tiles [begin, end) of keys into account.
-    void absorb(State& state, const Rows& rows, const Keys<U>& keys, long begin, long end) const {
-        for (long t = begin; t < end; t += GROUP)
-            absorb_group(state, rows, keys, t, least(t + GROUP, end));
+    // Some tiles of keys, and where their scores stand.
+    struct Part {
+        const Keys<U>* keys;
+        long begin, end;  // tiles
+        float* scores;
+        E* weights;
+        Span span{0, 0};  // columns that some row of the strip may see, from tile `begin` on
+    };
+
+    // Take tiles of both into account, a strip of rows at a time: its scores stay in the innermost
+    // cache while the keys stream by.
+    void absorb(State& state, const Rows& rows, const Keys<U>& near, Span tiles,
+                const Keys<U>& far = {}, Span far_tiles = {0, 0}) const {
+        long size = most(tiles.size(), far_tiles.size());
+        for (long t = 0; t < size; t += GROUP) {
+            auto part = [&](const Keys<U>& keys, Span all, long column) {
+                long begin = least(all.begin + t, all.end), end = least(begin + GROUP, all.end);
+                return Part{&keys, begin, end, state.scores + column, state.weights + column};
+            };
+            Part parts[2] = {part(near, tiles, 0), part(far, far_tiles, COLUMNS / 2)};
+            for (long i = 0; i < rows.even; i += STRIP)
+                absorb_strip(state, rows, i, least(STRIP, rows.even - i), parts);
+            state.fresh = false;
+        }
     }
 
-    void absorb_group(State& state, const Rows& rows, const Keys<U>& keys, long begin,
-                      long end) const {
-        constexpr long ld = GROUP * T;
+    void absorb_strip(State& state, const Rows& rows, long first, long count,
+                      Part (&parts)[2]) const {
         long size = T * width / per;
-        Span all{keys.span(rows, begin).begin, 0};
-        for (long t = begin; t < end; t++) {
-            float* scores = state.scores + (t - begin) * T;
-            Span span = keys.span(rows, t);
-            product<false>(reinterpret_cast<const U*>(state.query), width / per, 1,
-                           keys.key_columns + t * size + span.begin, T, depth, scores + span.begin,
-                           ld, rows.even, span.size());
-            hide(scores, ld, rows, keys, t, span);
-            all.end = (t - begin) * T + span.end;
+        const U* query = reinterpret_cast<const U*>(state.query + first * width);
+        for (Part& part : parts) {
+            const Keys<U>& keys = *part.keys;
+            part.span = keys.span(rows, first, count, part.begin, part.end);
+            for (long j = part.span.begin, next; j < part.span.end; j = next) {
+                next = least(round_up(j + 1, T), part.span.end);
+                product<false>(query, width / per, 1,
+                               keys.key_columns + (part.begin + j / T) * size + j % T, T, depth,
+                               part.scores + j, COLUMNS, count, next - j);
+            }
+            hide(part.scores, COLUMNS, rows, first, least(count, rows.count - first), keys,
+                 part.begin, part.span);
         }
-        for (long i = 0; i < rows.count; i++) weigh(state, rows, keys.at + begin * T, i, all);
-        const U* weights = reinterpret_cast<const U*>(state.weights) + all.begin / per;
-        const U* values = keys.value_rows + begin * size + all.begin / per * width;
-        auto add = state.fresh ? product<false, U> : product<true, U>;
-        add(weights, ld / per, 1, values, width, all.size() / per, state.sum, width, rows.even,
-            width);
-        state.fresh = false;
+        for (long i = 0; i < least(count, rows.count - first); i++)
+            weigh(state, rows, first + i, i * COLUMNS, parts);
+        bool fresh = state.fresh;
+        for (const Part& part : parts) {
+            if (part.span.size() == 0 && !fresh) continue;
+            auto add = fresh ? product<false, U> : product<true, U>;
+            add(reinterpret_cast<const U*>(part.weights + part.span.begin), COLUMNS / per, 1,
+                part.keys->value_rows + (part.begin * T + part.span.begin) / per * width, width,
+                part.span.size() / per, state.sum + first * width, width, count, width);
+            fresh = false;
+        }
     }
 
     // Scores of one row become weights, relative to the largest so far.
-    void weigh(State& state, const Rows& rows, const int32_t* at, long i, Span span) const {
-        float* s = state.scores + i * GROUP * T;
-        E* to = state.weights + i * GROUP * T;
+    void weigh(State& state, const Rows& rows, long row, long offset,
+               const Part (&parts)[2]) const {
         vec high = vec{} - HUGE_VALF;
-        for (long j = span.begin; j < span.end; j += W) {
-            vec x = load<vec>(s + j);
-            high = x > high ? x : high;
-        }
-        float before = state.top[i], top = largest_of(high) * sharp;
+        for (const Part& part : parts)
+            for (long j = part.span.begin; j < part.span.end; j += W) {
+                vec x = load<vec>(part.scores + offset + j);
+                high = x > high ? x : high;
+            }
+        float before = state.top[row], top = largest_of(high) * sharp;
         top = top > before ? top : before;
         float base = top == -HUGE_VALF ? 0.0f : top;
         vec sum{};
-        for (long j = span.begin; j < span.end; j += W) {
-            vec p = exp2(load<vec>(s + j) * sharp - base);
-            sum += p;
-            if (call.drop) p = (vec)((ivec)p & kept(rows.stream[i], at + j));
-            narrow_vector(p, to + j);
-        }
+        const bool drops = call.drop;
+        for (const Part& part : parts)
+            for (long j = part.span.begin; j < part.span.end; j += W) {
+                vec p = exp2<per>(load<vec>(part.scores + offset + j) * sharp - base);
+                sum += p;
+                if (drops)
+                    p = (vec)((ivec)p & kept(rows.stream[row], part.keys->at + part.begin * T + j));
+                narrow_vector(p, part.weights + offset + j);
+            }
         float factor = before == -HUGE_VALF ? 0.0f : exp2f(before - base);
-        state.total[i] = state.total[i] * factor + sum_of(sum);
-        state.top[i] = top;
+        state.total[row] = state.total[row] * factor + sum_of(sum);
+        state.top[row] = top;
         if (!state.fresh && factor != 1.0f)
-            for (long d = 0; d < width; d++) state.sum[i * width + d] *= factor;
+            for (long d = 0; d < width; d++) state.sum[row * width + d] *= factor;
     }
 
     ivec kept(uint32_t row, const int32_t* at) const {
@@ -305,9 +335,14 @@ private:
             float total = state.total[i], share = float(call.boost) / total;
             N* to = out + rows.at[i] * call.out.token;
             const float* sum = state.sum + i * width;
-            // A row that sees nothing may not even have been summed up.
-            for (long d = 0; d < dim; d++) narrow(total == 0 ? 0.0f : sum[d] * share, to[d]);
-            lse[rows.at[i]] = total == 0 ? HUGE_VALF : state.top[i] + std::log2(total);
+            lse[rows.at[i]] = total == 0 ? HUGE_VALF : state.top[i] + log2f(total);
+            if (total == 0) {  // it may not even have been summed up
+                std::memset(static_cast<void*>(to), 0, size_t(dim) * sizeof(N));
+                continue;
+            }
+            long d = 0;
+            for (; d + W <= dim; d += W) narrow_vector(load<vec>(sum + d) * share, to + d);
+            for (; d < dim; d++) narrow(sum[d] * share, to[d]);
         }
     }
 
@@ -327,13 +362,14 @@ private:
             rows.in_window(head, first, index, least(head.block, end - index));
             if (index == begin) state = begin_rows(room, head, rows);
             else restart(state, head, rows);
+            Span near{0, 0}, far{0, 0};
             if (rows.any())
-                absorb(state, rows, keys, rows.lowest / T - keys.first_tile,
-                       ceil_div(rows.highest, T) - keys.first_tile);
+                near = {rows.lowest / T - keys.first_tile,
+                        ceil_div(rows.highest, T) - keys.first_tile};
             long from, until;
             global_range(head, rows, from, until);
-            if (from < until)
-                absorb(state, rows, globals, (from - known) / T, ceil_div(until - known, T));
+            if (from < until) far = {(from - known) / T, ceil_div(until - known, T)};
+            absorb(state, rows, keys, near, globals, far);
             finish_rows(state, head, rows);
         }
     }
@@ -363,7 +399,7 @@ private:
         State state = begin_rows(room, head, rows);
         for (long t = rows.lowest / T; t * T < rows.highest; t += GROUP) {
             fill_lane(head, keys, 0, 1, t, least(t + GROUP, ceil_div(rows.highest, T)));
-            absorb(state, rows, keys, 0, keys.tiles);
+            absorb(state, rows, keys, {0, keys.tiles});
         }
         finish_rows(state, head, rows);
     }
@@ -433,11 +469,11 @@ private:
 
     // Weights and gradients of scores between some queries and a tile of keys.
     void compare(const Rows& rows, Queries& q, const Keys<U>& keys, long t, bool for_keys) const {
-        Span span = keys.span(rows, t);
+        Span span = keys.span(rows, 0, rows.count, t, t + 1);
         long at = t * (T * width / per) + span.begin;
         product<false>(reinterpret_cast<const U*>(q.query), width / per, 1, keys.key_columns + at, T,
                        depth, q.scores + span.begin, T, rows.even, span.size());
-        hide(q.scores, T, rows, keys, t, span);
+        hide(q.scores, T, rows, 0, rows.count, keys, t, span);
         product<false>(reinterpret_cast<const U*>(q.grad), width / per, 1, keys.value_columns + at,
                        T, depth, q.slopes + span.begin, T, rows.even, span.size());
         float boost = float(call.boost), scale = float(call.scale);
@@ -445,7 +481,7 @@ private:
             float lse = q.lse[i], delta = q.delta[i];
             uint32_t stream = i < rows.count ? rows.stream[i] : 0;
             for (long j = span.begin; j < span.end; j += W) {
-                vec p = exp2(load<vec>(q.scores + i * T + j) * sharp - lse);
+                vec p = exp2<per>(load<vec>(q.scores + i * T + j) * sharp - lse);
                 vec slope = load<vec>(q.slopes + i * T + j) * boost;
                 vec met = p * boost;
                 if (call.drop) {
@@ -466,7 +502,7 @@ private:
     // Gradients of the tile's keys and values, added to sums [T, width].
     void add_to_keys(const Rows& rows, const Queries& q, const Keys<U>& keys, long t, float* key,
                      float* value) const {
-        Span span = keys.span(rows, t);
+        Span span = keys.span(rows, 0, rows.count, t, t + 1);
         long at = span.begin * width;
         product<true>(q.changes_down + span.begin, 1, T, q.query_rows, width, rows.even / per,
                       key + at, width, span.size(), width);
@@ -475,7 +511,7 @@ private:
     }
 
     void add_to_queries(const Rows& rows, Queries& q, const Keys<U>& keys, long t) const {
-        Span span = keys.span(rows, t);
+        Span span = keys.span(rows, 0, rows.count, t, t + 1);
         product<true>(reinterpret_cast<const U*>(q.changes) + span.begin / per, T / per, 1,
                       keys.key_rows + (t * T + span.begin) / per * width, width, span.size() / per,
                       q.sum, width, rows.even, width);

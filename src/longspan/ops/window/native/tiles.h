@@ -98,7 +98,7 @@ struct Rows {
     int32_t at[T], low[T], high[T], from[T], until[T], window_low[T], window_high[T], residue[T];
     bool ours[T];  // rows that belong to this piece of work; the others are computed elsewhere
     uint32_t stream[T];
-    long lowest, highest, inner_low, inner_high;  // over the rows that are ours
+    long lowest, highest;  // over the rows that are ours
 
     // Queries of a lane, each looking into its window.
     void in_window(const Head& head, long first, long index, long number) {
@@ -137,8 +137,8 @@ private:
     void begin(long number) {
         count = number;
         even = round_up(number, 2);
-        lowest = inner_high = 1L << 40;
-        highest = inner_low = 0;
+        lowest = 1L << 40;
+        highest = 0;
     }
 
     void set(const Head& head, long i, long p, long a, long b, bool mine) {
@@ -158,8 +158,6 @@ private:
     void finish() {
         for (long i = 0; i < count; i++) {
             if (!ours[i]) low[i] = high[i] = until[i] = 0;
-            inner_low = most(inner_low, low[i]);
-            inner_high = least(inner_high, high[i]);
             if (low[i] < high[i]) {
                 lowest = least(lowest, low[i]);
                 highest = most(highest, high[i]);
@@ -185,13 +183,19 @@ struct Keys {
 
     long count(long tile) const { return least(T, total - tile * T); }
 
-    // The columns of a tile that some of the rows may see, in whole vectors.
-    Span span(const Rows& rows, long tile) const {
-        long end = round_up(count(tile), LANES);
-        if (gathered) return {0, end};
-        long at = (first_tile + tile) * T;
-        end = least(end, round_up(most(rows.highest - at, 0), LANES));
-        return {least(most(rows.lowest - at, 0) / LANES * LANES, end), end};
+    // The columns of tiles [begin, end) that some of `number` rows may see, in whole vectors; the
+    // first of tile `begin` is column 0.
+    Span span(const Rows& rows, long first, long number, long begin, long end) const {
+        long columns = round_up(least((end - begin) * T, most(total - begin * T, 0)), LANES);
+        if (gathered) return {0, columns};
+        long low = columns, high = 0, at = (first_tile + begin) * T;
+        for (long i = first; i < least(first + number, rows.count); i++)
+            if (rows.low[i] < rows.high[i]) {
+                low = least(low, rows.low[i] - at);
+                high = most(high, rows.high[i] - at);
+            }
+        high = least(round_up(high, LANES), columns);
+        return {least(most(low, 0) / LANES * LANES, high), high};
     }
 };
 
@@ -215,6 +219,9 @@ inline void pair_rows(const E* from, long ld, U* to, long rows, long columns) {
     }
 }
 
+// Rows of tokens lie too far apart for the processor to guess the next.
+constexpr long AHEAD = 8;
+
 // Tokens `at` as rows of `width` numbers, zero beyond head_dim and beyond the last token.
 template <class N, class E>
 inline void fetch(const N* base, long stride, const int32_t* at, long count, long rows, long dim,
@@ -226,6 +233,9 @@ inline void fetch(const N* base, long stride, const int32_t* at, long count, lon
             continue;
         }
         const N* token = base + at[i] * stride;
+        if (i + AHEAD < count)
+            for (long d = 0; d < dim; d += 64 / sizeof(N))
+                __builtin_prefetch(base + at[i + AHEAD] * stride + d);
         if constexpr (sizeof(N) == sizeof(E)) {
             std::memcpy(static_cast<void*>(row), token, size_t(dim) * sizeof(E));
         } else {
@@ -235,35 +245,40 @@ inline void fetch(const N* base, long stride, const int32_t* at, long count, lon
     }
 }
 
-// Set scores to -inf where a row may not see a key.
+// Set scores [count, span] to -inf where a row, from `first` on, may not see a key; column 0 is the
+// first of `tile`.
 template <class U>
-inline void hide(float* scores, long ld, const Rows& rows, const Keys<U>& keys, long tile,
-                 Span span) {
-    const float never = -HUGE_VALF;
-    const int32_t* at = keys.at + tile * T;
-    if (!keys.gathered) {
-        long begin = (keys.first_tile + tile) * T;
-        if (begin + span.begin >= rows.inner_low && begin + span.end <= rows.inner_high &&
-            !keys.holes)
-            return;
-        const int32_t* visible = keys.visible + tile * T;
-        for (long i = 0; i < rows.count; i++) {
-            float* s = scores + i * ld;
-            int32_t a = int32_t(rows.low[i] - begin), b = int32_t(rows.high[i] - begin);
-            for (int32_t j = int32_t(span.begin); j < span.end; j++)
-                s[j] = (j >= a) & (j < b) & (visible[j] != 0) ? s[j] : never;
-        }
-        return;
-    }
+inline void hide(float* scores, long ld, const Rows& rows, long first, long count,
+                 const Keys<U>& keys, long tile, Span span) {
+    const int32_t *at = keys.at + tile * T, *visible = keys.visible + tile * T;
     const int32_t* residue = keys.residue + tile * T;
-    int32_t count = int32_t(keys.count(tile));
-    for (long i = 0; i < rows.count; i++) {
-        float* s = scores + i * ld;
-        for (int32_t j = 0; j < span.end; j++) {
-            bool seen = (at[j] >= rows.from[i]) & (at[j] < rows.until[i]) & (j < count);
-            bool near = (at[j] >= rows.window_low[i]) & (at[j] <= rows.window_high[i]) &
-                        (residue[j] == rows.residue[i]);
-            s[j] = seen & !near ? s[j] : never;
+    auto keep = [](float* s, ivec seen) { store(s, seen ? load<vec>(s) : vec{} - HUGE_VALF); };
+    long begin = (keys.first_tile + tile) * T, inside = keys.total - tile * T;
+    for (long r = 0; r < count; r++) {
+        float* s = scores + r * ld;
+        long i = first + r;
+        if (keys.gathered) {
+            for (long j = span.begin; j < span.end; j += W) {
+                ivec p = load<ivec>(at + j);
+                ivec near = (p >= rows.window_low[i]) & (p <= rows.window_high[i]) &
+                            (load<ivec>(residue + j) == rows.residue[i]);
+                keep(s + j, (p >= rows.from[i]) & (p < rows.until[i]) &
+                                (count_up() < int32_t(inside - j)) & ~near);
+            }
+            continue;
+        }
+        // Between the ends of its window a row sees everything but holes.
+        long low = rows.low[i] - begin, high = rows.high[i] - begin;
+        auto mask = [&](long from, long until) {
+            for (long j = from; j < until; j += W)
+                keep(s + j, (count_up() >= int32_t(low - j)) & (count_up() < int32_t(high - j)) &
+                                (load<ivec>(visible + j) != 0));
+        };
+        if (keys.holes) {
+            mask(span.begin, span.end);
+        } else {
+            mask(span.begin, least(round_up(low, LANES), span.end));
+            mask(most(floor_div(high, LANES) * LANES, span.begin), span.end);
         }
     }
 }

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -22,6 +22,7 @@ constexpr int W = 4, PANEL = 4;
 constexpr int W = 4, PANEL = 2;
 #endif
 constexpr int LANES = 16;  // columns are padded to this, whatever the target
+constexpr int STRIP = 6;   // rows of one step of a product
 
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
@@ -37,6 +38,13 @@ inline V load(const S* from) {
 template <class V, class S>
 inline void store(S* to, V v) {
     std::memcpy(to, &v, sizeof v);
+}
+
+// 0, 1, 2, ...
+inline ivec count_up() {
+    ivec v;
+    for (int i = 0; i < W; i++) v[i] = i;
+    return v;
 }
 
 inline long least(long a, long b) { return a < b ? a : b; }
@@ -122,6 +130,9 @@ inline void narrow_vector(vec x, bf16* to) {
     for (int i = 0; i < W; i++) narrow(x[i], to[i]);
 #endif
 }
+inline void narrow_vector(vec x, f16* to) {
+    for (int i = 0; i < W; i++) narrow(x[i], to[i]);
+}
 
 // c[M][N vectors] = (or +=) a[M][depth] b[depth][N vectors]; a in any layout.
 template <bool ADD, int M, int N, class U>
@@ -153,8 +164,8 @@ template <bool ADD, int N, class U>
 inline void strip(const U* a, long row, long col, const U* b, long ldb, long depth, float* c,
                   long ldc, long rows) {
     long i = 0;
-    for (; i + 6 <= rows; i += 6)
-        micro<ADD, 6, N>(a + i * row, row, col, b, ldb, depth, c + i * ldc, ldc);
+    for (; i + STRIP <= rows; i += STRIP)
+        micro<ADD, STRIP, N>(a + i * row, row, col, b, ldb, depth, c + i * ldc, ldc);
     for (; i + 4 <= rows; i += 4)
         micro<ADD, 4, N>(a + i * row, row, col, b, ldb, depth, c + i * ldc, ldc);
     for (; i + 2 <= rows; i += 2)
@@ -175,33 +186,54 @@ void product(const U* a, long row, long col, const U* b, long ldb, long depth, f
         strip<ADD, 1>(a, row, col, b + j, ldb, depth, c + j, ldc, rows);
 }
 
-// 2^x for x up to about 100; exactly 0 below -126, which is what hidden entries rely on.
+// 2^x for x up to about 100; exactly 0 far below, which is what hidden entries rely on. Of what is
+// rounded to bf16 anyway (two to a unit), half of float32's digits are enough.
+template <int PER>
 inline vec exp2(vec x) {
+#if defined(__AVX512F__)
+    // In this order what is not a number stays so.
+    vec safe = (vec)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
+    vec whole = (vec)_mm512_roundscale_ps((__m512)safe, _MM_FROUND_TO_NEAREST_INT);
+#else
     const float magic = 0x1.8p23f;  // adding it rounds to whole numbers
     ivec there = ~(x < -126.0f);  // what is not a number stays so
     vec safe = (vec)((ivec)x & there);
     vec whole = (safe + magic) - magic;
-    vec f = safe - whole;
-    vec p = f * 1.5403530e-4f + 1.33335581e-3f;
-    p = p * f + 9.61812910e-3f;
-    p = p * f + 5.55041087e-2f;
-    p = p * f + 2.40226507e-1f;
-    p = p * f + 6.93147181e-1f;
-    p = p * f + 1.0f;
+#endif
+    vec f = safe - whole, p;
+    if constexpr (PER == 2) {
+        p = f * 9.5701e-3f + 5.591786e-2f;
+        p = p * f + 2.4024745e-1f;
+        p = p * f + 6.9312181e-1f;
+        p = p * f + 9.9999926e-1f;
+    } else {
+        p = f * 1.5403530e-4f + 1.33335581e-3f;
+        p = p * f + 9.61812910e-3f;
+        p = p * f + 5.55041087e-2f;
+        p = p * f + 2.40226507e-1f;
+        p = p * f + 6.93147181e-1f;
+        p = p * f + 1.0f;
+    }
+#if defined(__AVX512F__)
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
     return (vec)((ivec)(p * (vec)power) & there);
+#endif
 }
 
+// Halves onto each other: a chain of four steps, not of sixteen.
+template <class F>
+inline float fold(vec x, F join) {
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = join(x[i], x[i + half]);
+    return x[0];
+}
 inline float sum_of(vec x) {
-    float total = 0;
-    for (int i = 0; i < W; i++) total += x[i];
-    return total;
+    return fold(x, [](float a, float b) { return a + b; });
 }
-
 inline float largest_of(vec x) {
-    float top = x[0];
-    for (int i = 1; i < W; i++) top = x[i] > top ? x[i] : top;
-    return top;
+    return fold(x, [](float a, float b) { return a > b ? a : b; });
 }
 
 // Dropout draws: the same mixing as dropout.py.
