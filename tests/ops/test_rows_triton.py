@@ -8,8 +8,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from longspan.ops import global_attention, global_positions, global_rows, visibility
 from longspan.ops.rows import autograd, take_rows
