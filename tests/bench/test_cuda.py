@@ -33,7 +33,7 @@ def test_points_are_measured_and_captured(kind, globals_):
 
 
 @pytest.mark.parametrize("kind", PASSES)
-@pytest.mark.parametrize("name", models.CONTENDERS)
+@pytest.mark.parametrize("name", [name for name in models.CONTENDERS if name != "longspan-int8"])
 def test_models_are_measured(kind, name):
     settings = Settings(device="cuda", threads=1, rep_ms=5)
     case = ModelCase(tokens=256, batch=2, layers=2, hidden=64, heads=4, vocab=100, window=64)

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
+from layers.family import (
+    DIM,
+    HEADS,
+    compiles_anywhere,
+    encoder_layer,
+    heads_of,
+    joined,
+    states,
+)
 
 import longspan
 from longspan.layers.position import rotate
@@ -184,6 +192,7 @@ def test_a_wrong_setting_is_named(changes, message):
         model(**changes)
 
 
+@compiles_anywhere
 def test_it_compiles_as_one_graph():
     made = model()
     ids = torch.randint(3, 30, (2, 21))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers.family import DECODERS, DIM, ENCODERS, HEADS
+from layers.family import DECODERS, DIM, ENCODERS, HEADS, compiles_anywhere
 
 import longspan
 from longspan.layers.observing import Observing, end_part, refresh
@@ -136,6 +136,7 @@ def test_gradient_checkpointing_changes_nothing(build, kind):
         torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=1e-6)
 
 
+@compiles_anywhere
 @every_model
 def test_it_compiles_whole_and_still_takes_in(build, kind):
     torch.manual_seed(0)

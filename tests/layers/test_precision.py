@@ -52,6 +52,7 @@ LOOSER = {
     "poolingformer": 12,  # two levels; the gradients of its pools are what is left of larger ones
     "adaptive_span": 4,  # as are those of the spans
     "compressive": 4,  # and of the biases
+    "xl": 4,
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

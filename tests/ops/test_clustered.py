@@ -207,7 +207,7 @@ def test_lower_precision(dtype, rounds, causal):
     found = clustered_attention(*tensors, clusters=clusters, **how)
     assert found.dtype == dtype
     error, usual = ((one.double() - wanted).abs().max().detach() for one in (found, plain))
-    assert float(error) <= 2 * float(usual)
+    assert float(error) <= max(2 * float(usual), 8 * torch.finfo(dtype).eps)
     found.float().sum().backward()
     assert all(t.grad.isfinite().all() for t in tensors)
 

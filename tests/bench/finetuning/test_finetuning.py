@@ -20,11 +20,12 @@ from longspan.bench.report import show
 from longspan.bench.store import Results
 from longspan.tasks.documents import token_ids
 
-CPU = torch.device("cpu")
+# A run takes the GPU that there is.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASE = FinetuningCase(
     tokens=64, batch=2, layers=1, hidden=16, heads=2, vocab=300, window=16, steps=8, dtype="float32"
 )
-SETTINGS = Settings("cpu", threads=1, rounds=2, seconds=0.1)
+SETTINGS = Settings(DEVICE.type, threads=1, rounds=2, seconds=0.1)
 
 
 def test_documents_nearly_fill_the_model() -> None:
@@ -45,7 +46,7 @@ def test_documents_nearly_fill_the_model() -> None:
 def test_the_loop_is_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = []
     monkeypatch.setattr(contenders, "_steady", lambda case, found: entries.extend(found) or 1000.0)
-    workload = CONTENDERS["finetuning"].build(CASE, CPU)
+    workload = CONTENDERS["finetuning"].build(CASE, DEVICE)
     assert isinstance(workload, Clocked)
     ms, mib = workload.measure()
     assert ms == pytest.approx(1e3 * CASE.tokens * CASE.batch / 1000.0)
@@ -77,7 +78,7 @@ def test_points_are_measured_side_by_side() -> None:
 
 def test_half_precision_that_runs_do_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="float32 or bfloat16"):
-        CONTENDERS["finetuning"].build(replace(CASE, dtype="float16"), CPU)
+        CONTENDERS["finetuning"].build(replace(CASE, dtype="float16"), DEVICE)
 
 
 def made_up(device: str, share: float = 0.75, speed: float = 4e5) -> Results:

@@ -129,10 +129,10 @@ def _finetuning_plain(case: FinetuningCase, device: torch.device) -> Clocked:
 
 
 def _run(case: FinetuningCase, device: torch.device, compile: Literal["no", "layers"]) -> Clocked:
-    if device.type == "cpu" and torch.cuda.is_available():
-        raise ValueError("a run takes the GPU that there is: hide it by CUDA_VISIBLE_DEVICES=''")
     if case.dtype == "float16":
         raise ValueError("runs are in float32 or bfloat16")
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ValueError("a run takes the GPU that there is: hide it by CUDA_VISIBLE_DEVICES=''")
     ground = prepare(case)
     recipe = replace(
         classify(),

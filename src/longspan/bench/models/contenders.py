@@ -61,7 +61,8 @@ def _make(config: Any, case: ModelCase, device: torch.device, **options: Any) ->
 
     torch.manual_seed(0)
     with device:
-        model = AutoModel.from_config(config, dtype=getattr(torch, case.dtype), **options)
+        # Drawn in float32: in every precision it is then the same model.
+        model: Any = AutoModel.from_config(config, **options).to(getattr(torch, case.dtype))
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()  # without dropout this only lets checkpointing happen
