@@ -16,7 +16,7 @@ DIM, HEADS = 24, 3
 # The same numbers everywhere: layers and states are drawn on the CPU, then moved here.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
-# Under `on_device`: a default device is a mode, in which torch 2.11 cannot follow methods of tensors.
+# Under `on_device`: torch 2.11 cannot follow methods of tensors where a default device is set.
 compiles_anywhere = pytest.mark.skipif(
     DEVICE.type == "cuda" and Version(torch.__version__) < Version("2.12"),
     reason="torch 2.11 compiles nothing under a default device",
