@@ -20,6 +20,9 @@ _Scored = Annotated[
 _Rows = Annotated[int, typer.Option(min=1, help="Rows for the loss by position.")]
 _Longest = Annotated[int, typer.Option(min=1, help="The longest context looked at, in bytes.")]
 _Tokens = Annotated[int, typer.Option(min=0, help="Bytes that RECL looks at; 0 = no RECL.")]
+_Shared = Annotated[
+    bool, typer.Option("--shared", help="The runs shared a device: tell no times and speeds.")
+]
 _Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its growth, in bytes.")]
 
 
@@ -280,6 +283,7 @@ def plot(
     longest: _Longest = 4096,
     tokens: _Tokens = 500,
     step: _Step = 256,
+    shared: _Shared = False,
 ) -> None:
     """One table of several runs, and figures: how they learned, and how far they look.
 
@@ -294,18 +298,21 @@ def plot(
 
     logging.disable_progress_bar()
     try:
-        _plot(runs, Probe(limit, rows, longest, tokens, step, step), data, output)
+        _plot(runs, Probe(limit, rows, longest, tokens, step, step), data, output, shared=shared)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _plot(runs: list[Path], probe: "Probe", data: Path | None, output: Path) -> None:
+def _plot(
+    runs: list[Path], probe: "Probe", data: Path | None, output: Path, *, shared: bool = False
+) -> None:
     from longspan.analyze.run_figures import draw, markdown, table
     from longspan.analyze.runs import measure
     from longspan.train.checkpoint import write_json, write_text
 
     console = console_for_logs()
     found = measure(runs, probe, data=data, say=lambda text: console.print(text, highlight=False))
+    found["shared"] = shared
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "runs.json", found)
     write_text(output / "runs.md", markdown(found))
@@ -322,6 +329,7 @@ def scores(
     output: Annotated[
         Path | None, typer.Option(help="Where to write NAME.json, .md, .png and .svg.")
     ] = None,
+    shared: _Shared = False,
 ) -> None:
     """One table of finetuned runs: test and validation scores, mean and deviation over seeds.
 
@@ -338,10 +346,10 @@ def scores(
         arms = collect(runs)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    console.print(table(arms))
+    console.print(table(arms, shared))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_json(Path(f"{output}.json"), {"arms": arms})
-        write_text(Path(f"{output}.md"), markdown(arms))
+        write_text(Path(f"{output}.md"), markdown(arms, shared))
         for path in draw(arms, output):
             console.print(f"wrote {path}", soft_wrap=True, highlight=False)

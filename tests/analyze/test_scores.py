@@ -22,7 +22,10 @@ def finished(folder, seed, f1):
     }
     score = {"f1": f1, "loss": 1.0}
     results = {"checkpoint": "step-1", "valid": score, "test": score, "notes": []}
-    steps = [{"step": 1, "seconds": 60.0, "tokens": 5, "peak_mib": 2048.0}, {"split": "valid"}]
+    steps = [
+        {"step": 1, "seconds": 60.0, "tokens": 5_000_000, "peak_mib": 2048.0},
+        {"split": "valid"},
+    ]
     (folder / "recipe.json").write_text(json.dumps(recipe))
     (folder / "results.json").write_text(json.dumps(results))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
@@ -43,8 +46,11 @@ def test_seeds_are_one_row(runs):
     assert long["test"]["f1"]["deviation"] == pytest.approx(0.2 / 2**0.5)
     assert short["test"]["f1"] == {"mean": 0.4, "deviation": 0.0}
     first, second = markdown([long, short]).splitlines()[2:]
-    assert first == "| long | f1 | 0.6000 ± 0.1414 | 0.6000 ± 0.1414 | 2 | 1.0 | 2.0 |"
-    assert second == "| short | f1 | 0.4000 | 0.4000 | 1 | 1.0 | 2.0 |"
+    assert first == "| long | f1 | 0.6000 ± 0.1414 | 0.6000 ± 0.1414 | 2 | 5.0M | 2.0 | 1.0 |"
+    assert second == "| short | f1 | 0.4000 | 0.4000 | 1 | 5.0M | 2.0 | 1.0 |"
+    assert markdown([short], shared=True).splitlines()[2] == (
+        "| short | f1 | 0.4000 | 0.4000 | 1 | 5.0M | 2.0 |"
+    )
 
 
 def test_no_folder_of_the_machine_is_kept(runs):

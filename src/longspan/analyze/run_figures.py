@@ -36,8 +36,8 @@ _COLUMNS = (
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    """One row per run, the best first."""
-    made = []
+    """One row per run, the best first. Of runs that shared a device no time is told."""
+    made, apart = [], not found.get("shared", False)
     for run in sorted(found["runs"], key=lambda run: run["bits_per_character"]["valid"]):
         scores = run["bits_per_character"]
         speed = float(f"{run['characters_per_second']:.3g}")
@@ -46,12 +46,12 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 run["name"],
                 parameter_count(run["parameters"]),
                 f"{scores['valid']:.4f}",
-                f"{scores['test']:.4f}",
+                f"{scores['test']:.4f}" if "test" in scores else "",
                 _recl(found, run) if run["recl"] else "",
-                f"{speed:,.0f}",
+                f"{speed:,.0f}" if apart else "",
                 f"{run['peak_mib'] / 1024:.3g}",
                 f"{run['step']:,}",
-                f"{run['training_seconds'] / 60:.1f}",
+                f"{run['training_seconds'] / 60:.1f}" if apart else "",
             ]
         )
     return made
@@ -107,14 +107,14 @@ def _labels(found: dict[str, Any]) -> dict[str, str]:
 
 def _curves(found: dict[str, Any]) -> Figure:
     """Bits per character while training: valid as a line, train as a shadow of it."""
-    figure = Figure(figsize=(12.6, 3.9))
-    panels = figure.subplots(1, 3)
     spent, seconds = drawing.time_unit(max(run["training_seconds"] for run in found["runs"]))
     quantities = (
         ("training_seconds", f"{spent} of training", seconds),
         ("tokens", "characters read", 1.0),
         ("step", "steps", 1.0),
-    )
+    )[1 if found.get("shared", False) else 0 :]
+    figure = Figure(figsize=(4.2 * len(quantities), 3.9))
+    panels = figure.subplots(1, len(quantities))
     looks, labels, ends = _looks(found), _labels(found), []
     for axes, (name, label, unit) in zip(panels, quantities, strict=True):
         its_ends = []

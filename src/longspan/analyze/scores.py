@@ -14,7 +14,7 @@ from longspan.bench.report import make_table
 from longspan.tasks.finetune import spread
 from longspan.train.checkpoint import read_json
 
-_COLUMNS = ("", "measure", "test", "valid", "seeds", "minutes", "GiB")
+_COLUMNS = ("", "measure", "test", "valid", "seeds", "tokens", "GiB", "minutes")
 
 
 def collect(folders: list[Path]) -> list[dict[str, Any]]:
@@ -41,31 +41,34 @@ def collect(folders: list[Path]) -> list[dict[str, Any]]:
     return arms
 
 
-def rows(arms: list[dict[str, Any]]) -> list[list[str]]:
+def rows(arms: list[dict[str, Any]], shared: bool) -> list[list[str]]:
+    """Minutes last, and none of runs that `shared` a device."""
     return [
         [
             arm["name"],
             arm["measure"].replace("_", " "),
             *(_score(arm, split) for split in ("test", "valid")),
             str(len(arm["seeds"])),
-            f"{_mean(arm, 'seconds') / 60:.1f}",
+            f"{_mean(arm, 'tokens') / 1e6:.1f}M",
             f"{_mean(arm, 'peak_mib') / 1024:.1f}",
-        ]
+            f"{_mean(arm, 'seconds') / 60:.1f}",
+        ][: -1 if shared else None]
         for arm in arms
     ]
 
 
-def table(arms: list[dict[str, Any]]) -> Table:
+def table(arms: list[dict[str, Any]], shared: bool = False) -> Table:
     made = make_table("Finetuned runs: mean and deviation over seeds")
-    for place, name in enumerate(_COLUMNS):
+    for place, name in enumerate(_columns(shared)):
         made.add_column(name, justify="left" if place < 2 else "right")
-    for row in rows(arms):
+    for row in rows(arms, shared):
         made.add_row(*row)
     return made
 
 
-def markdown(arms: list[dict[str, Any]]) -> str:
-    lines = [_COLUMNS, ("---", "---", *["---:"] * (len(_COLUMNS) - 2)), *rows(arms)]
+def markdown(arms: list[dict[str, Any]], shared: bool = False) -> str:
+    columns = _columns(shared)
+    lines = [columns, ("---", "---", *["---:"] * (len(columns) - 2)), *rows(arms, shared)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -95,6 +98,10 @@ def draw(arms: list[dict[str, Any]], stem: Path) -> list[Path]:
             axes.set_title(f"{task}: {measure.replace('_', ' ')}, test")
         figure.tight_layout(w_pad=2.0, h_pad=1.5)
         return save({"": figure}, stem)
+
+
+def _columns(shared: bool) -> tuple[str, ...]:
+    return _COLUMNS[:-1] if shared else _COLUMNS
 
 
 def _by_seed(folder: Path) -> list[Path]:
