@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models.small import HEADS, MODERN, VOCAB, batch, build, labels, results
+from packaging.version import Version
 
 KINDS = pytest.mark.parametrize("changes", [{}, MODERN], ids=["bert", "modern"])
 
@@ -31,6 +32,8 @@ def test_compiles_without_a_graph_break(head, changes):
 @KINDS
 @pytest.mark.parametrize("head", HEADS)
 def test_exports_with_any_length(head, changes):
+    if head == "ForMultipleChoice" and Version(torch.__version__) < Version("2.12"):
+        pytest.skip("torch 2.11 cannot see that min(n, 2 n) is n, and gives up on any n")
     model = build(head, max_global_tokens=12, **changes)
     given, *others = (
         {k: v for k, v in batch(head, lengths).items() if k != "global_attention_mask"}

@@ -18,7 +18,7 @@ from longspan.train.recipe import change
 
 
 def data(name: str) -> str:
-    if "LONGSPAN_DATA" not in os.environ:
+    if not os.environ.get("LONGSPAN_DATA"):
         pytest.skip("LONGSPAN_DATA names no data folder")
     return str(Path(os.environ["LONGSPAN_DATA"]) / name)
 
