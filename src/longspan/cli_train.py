@@ -231,6 +231,9 @@ def package(
         typer.Option(help="A folder; by default the place where `longspan generate` looks."),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="The text, if it has moved.")] = None,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Bytes of valid and test to score for the card; 0 = all.")
+    ] = 0,
 ) -> None:
     """Make a run's best checkpoint small enough to be carried along, with a card.
 
@@ -246,7 +249,7 @@ def package(
     folder = output or PLACE
     try:
         with console.status("measuring what is written ..."):
-            card = package_run(run, folder, data)
+            card = package_run(run, folder, data, limit)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     console.print(card, markup=False, highlight=False)

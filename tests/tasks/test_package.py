@@ -1,6 +1,7 @@
 """The model that is carried along: small, measured as written, and found without a name."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -38,7 +39,28 @@ def test_the_card_says_what_was_written(run, tmp_path):
     assert "3 steps, 72 bytes read" in card
     assert (tmp_path / "made" / "README.md").read_text() == card
     assert not [*tmp_path.glob("*.tmp")]
-    package_run(run, tmp_path / "made")  # takes the place of the one before
+    again = package_run(run, tmp_path / "made", limit=50)  # takes the place of the one before
+    assert "all of both" in card
+    assert "the first 50 bytes of each" in again
+
+
+def test_the_model_that_came_along_has_learned():
+    """English as nobody has printed it, in far fewer bits than its letters alone would take."""
+    folder = packaged_model()
+    assert (folder / "model.safetensors").stat().st_size <= package.LARGEST
+    text = "The old man walked slowly down to the river, and his daughter followed him with a lamp."
+    ids = torch.tensor([list(text.encode())])
+    with torch.no_grad():
+        loss = load_model(folder)(ids, labels=ids).loss
+    assert loss / math.log(2) < 2.5
+
+
+def test_it_writes_without_a_run():
+    command = ["generate", "--prompt", "It was", "--tokens", "40", "--seed", "1"]
+    first, second = (CliRunner().invoke(app, command) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert len(first.output) > 40
+    assert first.output == second.output
 
 
 def test_what_is_too_large_or_too_coarse_is_refused(run, tmp_path, monkeypatch):

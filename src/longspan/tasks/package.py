@@ -29,8 +29,11 @@ def packaged_model() -> Path:
     return PLACE
 
 
-def package_run(folder: Path, destination: Path, data: Path | None = None) -> str:
-    """Write a run's best model to a folder, in bfloat16, with a card; returns the card."""
+def package_run(folder: Path, destination: Path, data: Path | None = None, limit: int = 0) -> str:
+    """Write a run's best model to a folder, in bfloat16, with a card; returns the card.
+
+    `limit` is how many bytes of valid and test are scored for it; 0 = all.
+    """
     run = open_run(folder)
     if data is not None:
         run = run._replace(recipe=change(run.recipe, {"data.path": str(data)}))
@@ -42,20 +45,22 @@ def package_run(folder: Path, destination: Path, data: Path | None = None) -> st
             f"{folder}: {size / 1e6:.1f} MB of weights in bfloat16, but at most "
             f"{LARGEST / 1e6:.0f} are carried along; `longspan train books-small` makes fewer"
         )
-    before = task.evaluate(model, "valid")["bits_per_character"]
+    before = task.evaluate(model, "valid", limit)["bits_per_character"]
     made = unfinished(destination)
     if made.exists():
         shutil.rmtree(made)
     model.bfloat16().save_pretrained(made)
     written = load_model(made)
-    scores = {split: task.evaluate(written, split)["bits_per_character"] for split in _SPLITS}
+    scores = {
+        split: task.evaluate(written, split, limit)["bits_per_character"] for split in _SPLITS
+    }
     if scores["valid"] > before + _WORSE:
         shutil.rmtree(made)
         raise ValueError(
             f"{folder}: bfloat16 takes it from {before:.4f} to {scores['valid']:.4f} bits per "
             "character; it cannot be carried along"
         )
-    card = _card(run, task, written, scores)
+    card = _card(run, task, written, scores, limit)
     write_text(made / "README.md", card)
     if destination.exists():
         shutil.rmtree(destination)
@@ -66,7 +71,9 @@ def package_run(folder: Path, destination: Path, data: Path | None = None) -> st
 _SPLITS = ("valid", "test")
 
 
-def _card(run: Run, task: CharLM, model: LongspanForCausalLM, scores: dict[str, float]) -> str:
+def _card(
+    run: Run, task: CharLM, model: LongspanForCausalLM, scores: dict[str, float], limit: int
+) -> str:
     recipe, config = run.recipe, model.config
     lines = (run.folder / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     step = int(run.checkpoint.name.rpartition("-")[2])
@@ -76,6 +83,7 @@ def _card(run: Run, task: CharLM, model: LongspanForCausalLM, scores: dict[str, 
     how = f"windows of {evaluation.length:,} bytes, the last {evaluation.stride:,} of each scored"
     if evaluation.kind == "streamed":
         how = f"segments of {evaluation.length:,} bytes connected by state"
+    much = f"the first {limit:,} bytes of each" if limit else "all of both"
     sizes = ", ".join(f"{split} {len(getattr(task.corpus, split)):,}" for split in _SPLITS)
     sample = "".join(write(model, "It was", 300, Sampler(0.8, None, 0.95, seed=0)))
     quoted = "\n".join(f"    {line}" for line in f"It was{sample}".splitlines())
@@ -88,7 +96,7 @@ def _card(run: Run, task: CharLM, model: LongspanForCausalLM, scores: dict[str, 
 read, {last["training_seconds"] / 60:.1f} minutes of training; seed {recipe.seed}.
 - Text: {_source(run)}; {len(task.corpus.train):,} bytes to train on, {sizes}.
 - Bits per character of these very weights: **{scores["valid"]:.4f}** on valid, \
-**{scores["test"]:.4f}** on test; all of it, by {how}.
+**{scores["test"]:.4f}** on test; {much}, by {how}.
 
 It writes in the manner of what it has read. It knows nothing, and means nothing by what it says.
 
