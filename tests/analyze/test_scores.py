@@ -21,7 +21,8 @@ def finished(folder, seed, f1):
         "data": {"train": "/somewhere/else/train.csv", "valid": None, "test": None},
     }
     score = {"f1": f1, "loss": 1.0}
-    results = {"checkpoint": "step-1", "valid": score, "test": score, "notes": []}
+    results = {"checkpoint": "step-1", "valid": score, "test": score}
+    results["notes"] = ["skipped: /somewhere/else/train.csv, line 3"]
     steps = [
         {"step": 1, "seconds": 60.0, "tokens": 5_000_000, "peak_mib": 2048.0},
         {"split": "valid"},
@@ -56,6 +57,7 @@ def test_seeds_are_one_row(runs):
 def test_no_folder_of_the_machine_is_kept(runs):
     assert "somewhere" not in json.dumps(collect(runs))
     assert collect(runs)[0]["recipe"]["data"]["train"] == "train.csv"
+    assert collect(runs)[0]["seeds"][0]["notes"] == ["skipped: train.csv, line 3"]
 
 
 def test_a_folder_without_results_is_named(tmp_path):

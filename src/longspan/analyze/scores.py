@@ -113,7 +113,12 @@ def _seed(run: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [one for one in entries if "split" not in one]
     took = {name: steps[-1].get(name, 0.0) for name in ("seconds", "tokens", "peak_mib")}
-    return {"seed": recipe["seed"], **read_json(run / "results.json"), **took}
+    results = read_json(run / "results.json")
+    for name in ("train", "valid", "test"):  # notes name files as they were given
+        if recipe["data"][name] is not None:
+            folder = f"{Path(recipe['data'][name]).parent}/"
+            results["notes"] = [note.replace(folder, "") for note in results["notes"]]
+    return {"seed": recipe["seed"], **results, **took}
 
 
 def _shared(recipe: dict[str, Any]) -> dict[str, Any]:
