@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,6 +88,16 @@ def describe(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return f"1x {torch.cuda.get_device_name(device)}"
     return f"{cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def record() -> dict[str, Any]:
+    """What a result is kept with: the device that runs take, versions and commit."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "machine": describe(device, torch.get_num_threads()),
+        "versions": versions(),
+        "commit": commit(),
+    }
 
 
 def reset_peak(device: torch.device) -> None:

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -41,14 +40,11 @@ _DIAMOND: Any = {"marker": "D", "color": "white", "markeredgecolor": "#222222", 
 
 def describe(result: Study) -> dict[str, Any]:
     """Everything that tables and figures are made of, as plain values."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         **asdict(result),
         "published": {k: v[_COLUMN[result.recipe]] for k, v in PUBLISHED.items()},
         "cited": CITED,
-        "machine": machine.describe(device, torch.get_num_threads()),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
+        **machine.record(),
     }
 
 

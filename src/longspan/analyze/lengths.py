@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -35,12 +34,9 @@ _COLUMNS = (
 
 def describe(result: Study) -> dict[str, Any]:
     """Everything that tables and figures are made of, as plain values."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         **asdict(result),
-        "machine": machine.describe(device, torch.get_num_threads()),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
+        **machine.record(),
     }
 
 

@@ -95,16 +95,13 @@ def measure_run(folder: Path, task: CharLM, probe: Probe) -> dict[str, Any]:
     measured apart, by other machines even, are joined by these files alone."""
     run = open_run(folder)
     of_run, losses = _measure_one(run, task, probe)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measured = {
         "run": of_run,
         "losses": {str(context): own.tolist() for context, own in losses.items()},
         "checkpoint": run.checkpoint.name,
         "text": sha256(task.corpus.valid.tobytes()).hexdigest(),
         "probe": asdict(probe),
-        "machine": machine.describe(device, torch.get_num_threads()),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
+        **machine.record(),
     }
     write_json(folder / _MEASURED, measured)
     return measured

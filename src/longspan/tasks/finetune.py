@@ -82,9 +82,7 @@ def finetune(
         "checkpoint": folder.name,
         **found,
         "notes": task.notes(),
-        "machine": machine.describe(next(model.parameters()).device, torch.get_num_threads()),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
+        **machine.record(),
     }
     if environ.get("RANK", "0") == "0":  # of several processes, one writes
         checkpoint.write_json(run / "results.json", results)
