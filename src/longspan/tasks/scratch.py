@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from longspan.models import LongspanForConditionalGeneration, LongspanSeq2SeqConfig
 from longspan.train import checkpoint
 
-SIZES = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
+SIZES = {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6}
 WORDS = 8192
 # Words are learned from so many characters; more would hardly change them.
 _ENOUGH = 10_000_000
