@@ -254,6 +254,7 @@ def _summaries(
             f"summaries --output {folder} scores them",
             soft_wrap=True,
             highlight=False,
+            markup=False,
         )
     write_json(known, found)
     write_text(folder / "summaries.md", markdown(found))

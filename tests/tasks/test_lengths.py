@@ -127,7 +127,9 @@ def test_arms_may_be_carried_out_apart(tmp_path: Path):
         assert texts[0] == texts[1]
     summed(data, count=12)
     refused = CliRunner().invoke(app, [*command, str(tmp_path / "c"), "--prepare"])
-    assert "no document of a split is that long" in " ".join(refused.output.replace("│", "").split())
+    assert "no document of a split is that long" in " ".join(
+        refused.output.replace("│", "").split()
+    )
     refused = CliRunner().invoke(app, ["study", "rivals", "--practice", "2"])
     assert "--practice and --prepare are for" in " ".join(refused.output.replace("│", "").split())
 
@@ -156,7 +158,9 @@ def test_the_command_scores_where_it_can(tmp_path: Path, monkeypatch: pytest.Mon
         without.setitem(sys.modules, "rouge_score.rouge_scorer", None)
         done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "not scored: ROUGE needs the rouge-score package" in " ".join(done.output.split())
+    said = " ".join(done.output.split())
+    assert "not scored: ROUGE needs the rouge-score package" in said
+    assert "longspan[summarize]" in said
     assert not (tmp_path / "out/summaries.png").exists()
     assert "lead" not in json.loads((tmp_path / "out/summaries.json").read_text())
     done = CliRunner().invoke(app, ["study", "summaries", "--output", out])

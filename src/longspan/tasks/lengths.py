@@ -2,9 +2,9 @@
 
 One model, the same examples in the same order and as many updates, reading the first 1K, 4K and
 16K tokens. Before, it may practise on passages of the documents, read in short parts; its positions
-are then copied, as BART's were for LED. Runs are chosen by their loss; only then texts are written, once, for the test examples.
-They are kept with what they should have been, so that ROUGE can be had of them on another machine,
-without the model.
+are then copied, as BART's were for LED. Runs are chosen by their loss; only then texts are written,
+once, for the test examples. They are kept with what they should have been, so that ROUGE can be had
+of them on another machine, without the model.
 """
 
 import gc
@@ -26,7 +26,7 @@ from longspan.tasks.scratch import make_writer
 from longspan.tasks.summaries import ROUGE, Rouge, read_requests
 from longspan.tasks.summarize import Summarize
 from longspan.train import checkpoint
-from longspan.train.finetuning import Finetuning
+from longspan.train.finetuning import Finetuning, planned
 
 LENGTHS = (1024, 4096, 16384)
 _WRITTEN = "written.jsonl"
@@ -113,9 +113,9 @@ def prepare(
     if practised:
         console = console or Console()
         console.rule("practice")
-        task, run = Practice(practice(recipe, practised)), output / "practice"
-        if done_before(task.recipe, run) is None:
-            finetune(task, run, resume=(run / "recipe.json").exists(), console=console)
+        own, run = practice(recipe, practised), output / "practice"
+        if done_before(planned(own, 1), run) is None:  # its steps do not depend on the examples
+            finetune(Practice(own), run, resume=(run / "recipe.json").exists(), console=console)
         else:
             console.print("practised before", highlight=False)
         source = checkpoint.find(run, "best")

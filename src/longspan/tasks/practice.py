@@ -28,7 +28,9 @@ def practice(recipe: Finetuning, updates: int) -> Finetuning:
         model=replace(recipe.model, length=min(LENGTH, recipe.model.length)),
         batch=8 * recipe.batch,
         updates=updates,
+        learning_rate=2 * recipe.learning_rate,
         minutes=0.0,
+        save_every=max(1, updates // 5),
         evaluation=Checks(every=0, batch=8 * recipe.batch, limit=64 * recipe.batch),
     )
 
