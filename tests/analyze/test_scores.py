@@ -57,6 +57,17 @@ def test_seeds_are_one_row(runs):
     )
 
 
+def test_no_threshold_is_chosen_on_test_examples(tmp_path):
+    finished(tmp_path / "spans", 0, 0.4)
+    for name, change in (
+        ("recipe.json", {"measure": "best_f1"}),
+        ("results.json", {"test": {"f1": 0.4, "best_f1": 0.9}}),
+    ):
+        path = tmp_path / "spans" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert "| spans | f1 | 0.4000 |" in markdown(collect([tmp_path / "spans"]))
+
+
 def test_no_folder_of_the_machine_is_kept(runs):
     assert "somewhere" not in json.dumps(collect(runs))
     assert collect(runs)[0]["recipe"]["data"]["train"] == "train.csv"
