@@ -11,6 +11,7 @@ at, so that what is left out counts as not found.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ _AT_ONCE = 64
 
 
 @torch.no_grad()
-def embed(model: AutoModel, tokenizer: AutoTokenizer, texts: list[str]) -> Tensor:
+def embed(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     """[texts, dim], of length 1; texts of like length are read together."""
     order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     found = torch.empty(len(texts), model.config.hidden_size)
@@ -44,7 +45,7 @@ def main(source: str, path: str, target: str, keep: str = "5") -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModel.from_pretrained(source, dtype=torch.float32).eval().to(device)
-    rows = [row.values for row in read_rows(path)]
+    rows = [dict(row.values) for row in read_rows(path)]
     questions = embed(model, tokenizer, [row["question"] for row in rows])
     texts = [f"{title} {''.join(said)}" for row in rows for title, said in row["context"]]
     paragraphs = embed(model, tokenizer, texts).split([len(row["context"]) for row in rows])
