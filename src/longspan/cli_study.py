@@ -45,7 +45,7 @@ def study(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Only this recipe, or kind of attention; may be given several times."),
+        typer.Option(help="Only this recipe, arm, or kind of attention; may be repeated."),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")
@@ -188,14 +188,14 @@ def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, s
     from longspan.train.checkpoint import write_json, write_text
     from longspan.train.recipe import change
 
-    if only:
-        raise ValueError("--only: the arms of the study of positions build on one another")
     console = console_for_logs()
     recipe = change(FINETUNING["mlm"](), {"updates": 2000, "evaluation.every": 250})
     if small:
         toy = {"updates": 2, "batch": 2, "accumulate": 1, "data.limit": 8, "evaluation.limit": 2}
         recipe = change(recipe, {**toy, "evaluation.every": 0, "precision": "no"})
-    result = carry_out(change(recipe, settings), folder, console)
+    result = carry_out(change(recipe, settings), folder, console, only or ())
+    if result is None:
+        return
     found = describe(result)
     write_json(folder / "positions.json", found)
     write_text(folder / "positions.md", markdown(found))
