@@ -20,20 +20,25 @@ def claims(results: Results) -> list[Claim]:
 
 
 def _against_rivals(results: Results) -> Iterator[Claim]:
-    """For every rival, the length at which it compares best."""
     for name, rival in RIVALS.items():
         for kind in PASSES:
-            found = [
-                (share, case.tokens)
-                for case in {case for case, _, _ in results.points}
-                if (share := _share(results, case, rival.ours, name, kind)) is not None
-            ]
-            if found:
-                worst, tokens = max(found)
+            found = worst_share(results, name, kind)
+            if found is not None:
+                worst, tokens = found
                 ours = "causal " if rival.ours in DECODERS else ""
                 ours += CONTENDERS[rival.ours].label
                 text = f"our {ours}: time over that of {rival.label}, {kind}, {tokens:,} tokens"
                 yield Claim(text, _RIVAL, worst, at_least=False)
+
+
+def worst_share(results: Results, rival: str, kind: Pass) -> tuple[float, int] | None:
+    """Our time over a rival's, at the length at which it compares best."""
+    found = [
+        (share, case.tokens)
+        for case in {case for case, _, _ in results.points}
+        if (share := _share(results, case, RIVALS[rival].ours, rival, kind)) is not None
+    ]
+    return max(found, default=None)
 
 
 def _share(results: Results, case: FamilyCase, ours: str, theirs: str, kind: Pass) -> float | None:
