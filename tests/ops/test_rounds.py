@@ -29,7 +29,8 @@ def problem(tokens: int, several: int, dtype: torch.dtype) -> tuple[list[Any], A
 
 
 def results(tensors: list[Any], clusters: Any, **how: Any) -> list[torch.Tensor]:
-    out = clustered_attention(*tensors, clusters, **how)
+    query, key, value = tensors
+    out = clustered_attention(query, key, value, clusters, **how)
     torch.manual_seed(1)
     gradient = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
     return [out, *torch.autograd.grad(out, tensors, gradient)]

@@ -88,6 +88,6 @@ def softmax_backward(
     grad = tl.load(GRAD + at, mask=live, other=0.0).to(tl.float32)
     sums = tl.load(SUMS + row, mask=row < rows, other=NEVER)
     more = tl.load(GRAD_SUMS + row, mask=row < rows, other=0.0)
-    more = tl.where(sums > NEVER, more, 0.0) - tl.sum(weights * grad, 1)
+    more = tl.where(sums > 0.5 * NEVER, more, 0.0) - tl.sum(weights * grad, 1)
     found = weights * (grad + more[:, None]) * scale
     tl.store(GRAD_SCORES + at, found.to(GRAD_SCORES.dtype.element_ty), mask=live)

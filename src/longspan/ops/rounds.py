@@ -5,9 +5,12 @@ token sees, the discount of those that rounds have in common, weights and log-su
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from longspan.ops.operator import differentiable, operator
 
 NEVER = -1e30  # the log-sum-exp of a round in which a token saw itself alone
 _ELEMENTS = 4096  # of the scores, that one program takes
@@ -23,7 +26,14 @@ def serves(scores: Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("longspan::round_softmax", mutates_args=())
+def _shapes(scores, *rest):
+    return (
+        scores.new_empty(scores.shape),
+        scores.new_empty(scores.shape[:-1], dtype=torch.float32),
+    )
+
+
+@operator("round_softmax", fake=_shapes)
 def round_softmax(
     scores: Tensor,
     marks: Tensor,
@@ -49,27 +59,17 @@ def round_softmax(
     sums = scores.new_empty(scores.shape[:-1], dtype=torch.float32)
     if sums.numel() == 0:
         return weights, sums
-    tile = _tile(size, keys)
+    tile: Any = _tile(size, keys)
     grid = (sums.numel() // size * -(-size // tile["BM"]),)
     round_kernels.softmax[grid](
         *(scores, marks, marked, places, listed, weights, sums),
         *(scale, number, reach, size, keys),
-        ROUNDS=marks.shape[-1],
-        SELF_LAST=self_last,
-        **tile,
+        **(tile | {"ROUNDS": marks.shape[-1], "SELF_LAST": self_last}),
     )
     return weights, sums
 
 
-@round_softmax.register_fake
-def _(scores, *rest):
-    return (
-        scores.new_empty(scores.shape),
-        scores.new_empty(scores.shape[:-1], dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("longspan::round_softmax_backward", mutates_args=())
+@operator("round_softmax_backward", fake=lambda weights, *rest: weights.new_empty(weights.shape))
 def _backward(
     weights: Tensor, sums: Tensor, grad: Tensor, grad_sums: Tensor, scale: float
 ) -> Tensor:
@@ -79,16 +79,11 @@ def _backward(
     found, rows, keys = torch.empty_like(weights), sums.numel(), weights.shape[-1]
     if rows == 0:
         return found
-    tile = _tile(rows, keys)
+    tile: Any = _tile(rows, keys)
     round_kernels.softmax_backward[(-(-rows // tile["BM"]),)](
         weights, grad, sums, grad_sums, found, scale, rows, keys, **tile
     )
     return found
-
-
-@_backward.register_fake
-def _(weights, *rest):
-    return weights.new_empty(weights.shape)
 
 
 def _tile(rows: int, keys: int) -> dict[str, int]:
@@ -108,4 +103,4 @@ def _gradients(ctx, grad, grad_sums):
     return found, *[None] * 8
 
 
-round_softmax.register_autograd(_gradients, setup_context=_save)
+differentiable(round_softmax, _gradients, save=_save)
