@@ -88,7 +88,7 @@ def _workload(case: LEDCase, model: Any, device: torch.device, *, ours: bool) ->
     return Workload(write if case.beams else step, weights, output, resident, waits)
 
 
-def _clock(write: Callable[..., Tensor], resident: int) -> tuple[float, float]:
+def _clock(write: Callable[..., object], resident: int) -> tuple[float, float]:
     """Milliseconds and MiB of a text. One takes seconds: the ten that a pass is usually given
     before it is timed would take a minute."""
     write(1)  # loads the kernels
