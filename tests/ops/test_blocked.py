@@ -211,6 +211,17 @@ def test_large_scores_stay_finite(dtype):
         assert result.isfinite().all()
 
 
+def test_autocast_changes_nothing():
+    """With dropout, that is while training, products are those of matmul, which autocast rounds."""
+    inputs, grad = tensors(1, 300, 2, 2, 16, dtype=torch.bfloat16)
+    options = {"window": 32, "dropout_p": 0.1, "global_mask": torch.arange(300)[None] < 5}
+    plain = run(inputs, grad, "blocked", **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(inputs, grad, "blocked", **options)
+    for a, b in zip(plain, cast, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_gradient_without_memory_of_its_own():
     """`out.sum()` hands back one number expanded to the whole shape."""
     inputs, _ = tensors(1, 100, 2, 1, 8)
