@@ -20,17 +20,19 @@ namespace {
 
 constexpr int T = 64;  // tokens in a tile
 
-// Memory for one thread, handed out in aligned pieces and given back all at once.
+// Memory for one thread, handed out in aligned pieces and taken back all at once.
 class Arena {
 public:
-    explicit Arena(size_t wanted) : bytes(size_t(round_up(long(wanted), 64))) {
-        base = static_cast<char*>(std::aligned_alloc(64, bytes));
-    }
-    ~Arena() {
-        ASAN_UNPOISON_MEMORY_REGION(base, bytes);
-        std::free(base);
-    }
+    Arena() = default;
+    ~Arena() { release(); }
     Arena(const Arena&) = delete;
+
+    void reserve(size_t wanted) {
+        if (wanted <= bytes) return;
+        release();
+        base = static_cast<char*>(std::aligned_alloc(64, size_t(round_up(long(wanted), 64))));
+        bytes = base ? size_t(round_up(long(wanted), 64)) : 0;
+    }
 
     template <class N>
     N* take(long count) {
@@ -47,9 +49,17 @@ public:
     }
 
 private:
-    char* base;
-    size_t bytes, used = 0;
+    char* base = nullptr;
+    size_t bytes = 0, used = 0;
+
+    void release() {
+        ASAN_UNPOISON_MEMORY_REGION(base, bytes);
+        std::free(base);
+    }
 };
+
+// Kept from call to call: freed in between, it would come back in pieces, and more of it.
+thread_local Arena own_room;
 
 // One head of one batch row.
 struct Head {
