@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from longspan.ops.operator import operator
+
 
 def sinusoids(position: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """[...] -> [..., dim]: sine in even columns, cosine in odd ones, for any position."""
@@ -60,14 +62,13 @@ def turns(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]
     return angle.cos(), angle.sin()
 
 
-@torch.library.custom_op("longspan::turns", mutates_args=())
-def _turns(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    return turns(position, head_dim, base)
-
-
-@_turns.register_fake
-def _(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+def _turn_shapes(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if position.dtype == torch.float64 else torch.float32
     shape = (*position.shape, 1, (head_dim + 1) // 2)
     made = position.new_empty(shape, dtype=wide)
     return made, torch.empty_like(made)
+
+
+@operator("turns", fake=_turn_shapes)
+def _turns(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    return turns(position, head_dim, base)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.ops.operator import differentiable, operator
 from longspan.ops.rows.call import Call
 from longspan.ops.window.pattern import Visibility
 
@@ -21,7 +22,22 @@ def _backward(grad: Tensor, saved: tuple[Tensor, ...], call: Call) -> tuple[Tens
     return triton.backward(grad, call, triton.Saved(*saved))
 
 
-@torch.library.custom_op("longspan::global_rows", mutates_args=())
+def _shapes(query, hidden, weight, bias, positions, start, stop, seed, heads, *rest):
+    batch, slots = positions.shape
+    head_dim = weight.shape[0] // (heads * (3 if query is None else 2))
+    shape = (batch, slots, heads)
+    wide = (*shape, hidden.shape[2])
+    return (
+        hidden.new_empty((*shape, head_dim)),
+        hidden.new_empty((*shape, head_dim) if query is None else (0,)),
+        hidden.new_empty(wide),
+        hidden.new_empty(wide),
+        hidden.new_empty(shape, dtype=torch.float32),
+        hidden.new_empty(shape, dtype=torch.float32),
+    )
+
+
+@operator("global_rows", fake=_shapes)
 def forward_op(
     query: Tensor | None,
     hidden: Tensor,
@@ -42,23 +58,16 @@ def forward_op(
     return _forward(Call(query, hidden, weight, bias, positions, seen, seed, *numbers))  # pyright: ignore[reportReturnType]
 
 
-@forward_op.register_fake
-def _(query, hidden, weight, bias, positions, start, stop, seed, heads, *rest):
-    batch, slots = positions.shape
-    head_dim = weight.shape[0] // (heads * (3 if query is None else 2))
-    shape = (batch, slots, heads)
-    wide = (*shape, hidden.shape[2])
+def _grad_shapes(grad, made, folded, pooled, lse, mass, query, hidden, weight, bias, *rest):
     return (
-        hidden.new_empty((*shape, head_dim)),
-        hidden.new_empty((*shape, head_dim) if query is None else (0,)),
-        hidden.new_empty(wide),
-        hidden.new_empty(wide),
-        hidden.new_empty(shape, dtype=torch.float32),
-        hidden.new_empty(shape, dtype=torch.float32),
+        hidden.new_empty(0) if query is None else query.new_empty(query.shape),
+        hidden.new_empty(hidden.shape),
+        weight.new_empty(weight.shape),
+        hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape),
     )
 
 
-@torch.library.custom_op("longspan::global_rows_backward", mutates_args=())
+@operator("global_rows_backward", fake=_grad_shapes)
 def backward_op(
     grad: Tensor,
     made: Tensor,
@@ -94,16 +103,6 @@ def backward_op(
     )
 
 
-@backward_op.register_fake
-def _(grad, made, folded, pooled, lse, mass, query, hidden, weight, bias, *rest):
-    return (
-        hidden.new_empty(0) if query is None else query.new_empty(query.shape),
-        hidden.new_empty(hidden.shape),
-        weight.new_empty(weight.shape),
-        hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape),
-    )
-
-
 def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.numbers = inputs[8:]
@@ -121,7 +120,7 @@ def _gradients(ctx, grad, *_unused):
     return dquery, dhidden, dweight, dbias, *(None,) * 8
 
 
-forward_op.register_autograd(_gradients, setup_context=_save)
+differentiable(forward_op, _gradients, save=_save)
 
 
 class _Eager(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.ops.operator import differentiable, operator
 from longspan.ops.window.pattern import Pattern, Visibility
 
 
@@ -48,7 +49,15 @@ def _grad_rows(grad: Tensor, at: Tensor | None) -> Tensor | None:
     return grad.gather(1, where).masked_fill((at < 0)[..., None, None], 0.0)
 
 
-@torch.library.custom_op("longspan::window_attention", mutates_args=())
+def _shapes(query, key, value, *rest):
+    shape = query.shape if key is not None else (*query.shape[:2], *query.shape[3:])
+    batch, tokens, heads, _ = shape
+    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    row = _implementation(rest[-1]).lse_row(tokens)
+    return query.new_empty(shape), query.new_empty((batch, heads, row), dtype=kind)
+
+
+@operator("window_attention", fake=_shapes)
 def forward_op(
     query: Tensor,
     key: Tensor | None,
@@ -76,16 +85,14 @@ def forward_op(
     return _forward(query, key, value, seen, pattern, seed, rows, at, backend)
 
 
-@forward_op.register_fake
-def _(query, key, value, *rest):
-    shape = query.shape if key is not None else (*query.shape[:2], *query.shape[3:])
-    batch, tokens, heads, _ = shape
-    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
-    row = _implementation(rest[-1]).lse_row(tokens)
-    return query.new_empty(shape), query.new_empty((batch, heads, row), dtype=kind)
+def _grad_shapes(grad, query, key, value, *rest):
+    first = query.new_empty(query.shape)
+    if key is None:
+        return first, query.new_empty(0), query.new_empty(0)
+    return first, key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-@torch.library.custom_op("longspan::window_attention_backward", mutates_args=())
+@operator("window_attention_backward", fake=_grad_shapes)
 def backward_op(
     grad: Tensor,
     query: Tensor,
@@ -116,14 +123,6 @@ def backward_op(
     return grads if key is not None else (grads[0], query.new_empty(0), query.new_empty(0))
 
 
-@backward_op.register_fake
-def _(grad, query, key, value, *rest):
-    first = query.new_empty(query.shape)
-    if key is None:
-        return first, query.new_empty(0), query.new_empty(0)
-    return first, key.new_empty(key.shape), value.new_empty(value.shape)
-
-
 def _save(ctx, inputs, output):
     query, key, value, *masks_and_seed = inputs[:9]
     _, at, *ctx.numbers = inputs[9:]
@@ -141,7 +140,7 @@ def _backward(ctx, grad, _grad_lse):
     return (*grads, *(None,) * 6, _grad_rows(grad, at), *(None,) * 8)
 
 
-forward_op.register_autograd(_backward, setup_context=_save)
+differentiable(forward_op, _backward, save=_save)
 
 
 class _Eager(torch.autograd.Function):
