@@ -122,6 +122,7 @@ private:
                     task(room, i / pieces, i % pieces);
                 }
             }
+            room.settle();
         }
         return done;
     }
