@@ -99,7 +99,7 @@ def test_positions(text, tmp_path):
     [
         (["study", "position"], "did you mean positions"),
         (["study", "positions"], "give --model"),
-        (["study", "positions", "--only", "random"], "build on one another"),
+        (["study", "positions", "--only", "middle"], "there is no arm 'middle'"),
         (
             ["study", "rivals", "--model", "x"],
             "are for the studies of positions, summaries and lra",

@@ -45,7 +45,7 @@ def study(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Only this recipe, or kind of attention; may be given several times."),
+        typer.Option(help="Only this recipe, arm, or kind of attention; may be repeated."),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")
@@ -78,6 +78,12 @@ def study(
     lengths: Annotated[
         str | None, typer.Option(help="summaries: tokens to read; 1024,4096,16384 by default.")
     ] = None,
+    practice: Annotated[
+        int, typer.Option(min=0, help="summaries: updates of copying passages, before all else.")
+    ] = 0,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="summaries: make what the models start from, only.")
+    ] = False,
 ) -> None:
     """Train several models for the same time, one after the other, and put them side by side.
 
@@ -96,6 +102,8 @@ def study(
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
     [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
     [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
+    With --prepare first, and the same options, processes of --lengths 1024, 4096 and 16384 may then
+    run side by side; without --lengths the command puts them together.
     [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     """
     from transformers.utils import logging
@@ -123,19 +131,24 @@ def study(
             }
             chosen = {key: value for key, value in asked.items() if value is not None}
             chosen |= parse(setting or [])
-            if name != "summaries" and (answers is not None or lengths is not None):
-                raise ValueError("--answers and --lengths are for the study of summaries")
+            own = answers is not None or lengths is not None or practice or prepare
+            if name != "summaries" and own:
+                raise ValueError(
+                    "--answers, --lengths, --practice and --prepare are for the study of summaries"
+                )
             if name == "positions":
                 _positions(chosen, folder, only, small)
             elif name == "summaries":
-                _summaries(chosen, folder, only, small, lengths, limit)
+                how = {"limit": limit, "practised": practice}
+                _summaries(chosen, folder, only, small, lengths, how, prepare)
             else:
                 _arena(name, chosen, folder, only, small)
             return
-        if any(one is not None for one in (model, valid, test, text, answers, lengths)):
+        given = any(one is not None for one in (model, valid, test, text, answers, lengths))
+        if given or practice or prepare:
             raise ValueError(
-                "--model, --valid, --test, --text, --answers and --lengths are for the studies of "
-                "positions, summaries and lra"
+                "--model, --valid, --test, --text, --answers, --lengths, --practice and --prepare "
+                "are for the studies of positions, summaries and lra"
             )
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:
@@ -175,14 +188,14 @@ def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, s
     from longspan.train.checkpoint import write_json, write_text
     from longspan.train.recipe import change
 
-    if only:
-        raise ValueError("--only: the arms of the study of positions build on one another")
     console = console_for_logs()
     recipe = change(FINETUNING["mlm"](), {"updates": 2000, "evaluation.every": 250})
     if small:
         toy = {"updates": 2, "batch": 2, "accumulate": 1, "data.limit": 8, "evaluation.limit": 2}
         recipe = change(recipe, {**toy, "evaluation.every": 0, "precision": "no"})
-    result = carry_out(change(recipe, settings), folder, console)
+    result = carry_out(change(recipe, settings), folder, console, only or ())
+    if result is None:
+        return
     found = describe(result)
     write_json(folder / "positions.json", found)
     write_text(folder / "positions.md", markdown(found))
@@ -199,11 +212,13 @@ def _summaries(
     only: list[str] | None,
     small: bool,
     lengths: str | None,
-    limit: int,
+    how: dict[str, int],
+    prepare: bool,
 ) -> None:
     from longspan.analyze.lengths import describe, draw, markdown, table
     from longspan.recipes.summaries import scratch
     from longspan.tasks.lengths import LENGTHS, score
+    from longspan.tasks.lengths import prepare as make_start
     from longspan.tasks.lengths import study as carry_out
     from longspan.train.checkpoint import read_json, write_json, write_text
     from longspan.train.recipe import change
@@ -223,7 +238,10 @@ def _summaries(
     known = folder / "summaries.json"
     if "data.train" in settings:
         recipe = change(recipe, settings)
-        result = carry_out(recipe, folder, lengths=read, limit=limit, sizes=sizes, console=console)
+        if prepare:
+            make_start(recipe, folder, practised=how["practised"], sizes=sizes, console=console)
+            return
+        result = carry_out(recipe, folder, lengths=read, sizes=sizes, console=console, **how)
         write_json(known, describe(result))
     elif not known.exists():
         raise ValueError(f"give --data FILE; {known}, what could be scored without, is not there")
@@ -236,6 +254,7 @@ def _summaries(
             f"summaries --output {folder} scores them",
             soft_wrap=True,
             highlight=False,
+            markup=False,
         )
     write_json(known, found)
     write_text(folder / "summaries.md", markdown(found))

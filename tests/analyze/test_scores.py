@@ -20,6 +20,7 @@ def finished(folder, seed, f1):
         "model": {"source": "/somewhere/else/model"},
         "data": {"train": "/somewhere/else/train.csv", "valid": None, "test": None},
     }
+    recipe["data"]["split_seed"] = seed
     score = {"f1": f1, "loss": 1.0}
     results = {"checkpoint": "step-1", "valid": score, "test": score}
     results["notes"] = ["skipped: /somewhere/else/train.csv, line 3"]
@@ -43,6 +44,8 @@ def runs(tmp_path):
 def test_seeds_are_one_row(runs):
     long, short = collect(runs)
     assert [one["seed"] for one in long["seeds"]] == [9, 10]
+    assert [one["split_seed"] for one in long["seeds"]] == [9, 10]
+    assert "split_seed" not in long["recipe"]["data"]
     assert long["test"]["f1"]["mean"] == pytest.approx(0.6)
     assert long["test"]["f1"]["deviation"] == pytest.approx(0.2 / 2**0.5)
     assert short["test"]["f1"] == {"mean": 0.4, "deviation": 0.0}
@@ -52,6 +55,17 @@ def test_seeds_are_one_row(runs):
     assert markdown([short], shared=True).splitlines()[2] == (
         "| short | f1 | 0.4000 | 0.4000 | 1 | 5.0M | 2.0 |"
     )
+
+
+def test_no_threshold_is_chosen_on_test_examples(tmp_path):
+    finished(tmp_path / "spans", 0, 0.4)
+    for name, change in (
+        ("recipe.json", {"measure": "best_f1"}),
+        ("results.json", {"test": {"f1": 0.4, "best_f1": 0.9}}),
+    ):
+        path = tmp_path / "spans" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert "| spans | f1 | 0.4000 |" in markdown(collect([tmp_path / "spans"]))
 
 
 def test_no_folder_of_the_machine_is_kept(runs):

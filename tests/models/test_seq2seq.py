@@ -172,7 +172,29 @@ def test_a_replayed_step_writes_the_same(beams, padded, monkeypatch):
     assert len(replays) == 1
     model.capture_steps = False
     assert torch.equal(model.generate(ids, **given), plain)
+    model.capture_steps, model.hf_device_map = True, {"encoder": 0, "decoder": 1}
+    assert torch.equal(model.generate(ids, **given), plain)
     assert len(replays) == 1
+
+
+@torch.no_grad()
+def test_what_generate_kept_has_an_end():
+    """Going on from it is right up to there, and refused beyond."""
+    model, ids = build(decoder_positions=64), document()
+    given = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    made = model.generate(ids, return_dict_in_generate=True, **given)
+    cache = made.past_key_values
+    assert not cache.is_croppable
+    room = cache.self_attention_cache.positions - cache.get_seq_length()
+    assert room > 1
+    more = torch.full((2, room), 5)
+    source = {"encoder_outputs": model.encoder(ids)}
+    found = model(decoder_input_ids=more[:, :1], past_key_values=cache, **source).logits
+    whole = torch.cat((made.sequences[:, :-1], more[:, :1]), dim=1)
+    wanted = model(decoder_input_ids=whole, **source).logits[:, -1:]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"holds 11 tokens and was made by generate for 16"):
+        model(decoder_input_ids=more, past_key_values=cache, **source)
 
 
 @pytest.mark.cuda

@@ -211,6 +211,18 @@ def test_large_scores_stay_finite(dtype):
         assert result.isfinite().all()
 
 
+def test_autocast_changes_nothing():
+    """Inputs are in bfloat16 already; what is computed from them stays as exact as without."""
+    inputs, grad = tensors(1, 300, 2, 2, 16, dtype=torch.bfloat16)
+    mask = torch.zeros(1, 300, dtype=torch.bool)
+    mask[0, :5] = True
+    plain = run(inputs, grad, "blocked", window=32, global_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(inputs, grad, "blocked", window=32, global_mask=mask)
+    for a, b in zip(plain, cast, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_gradient_without_memory_of_its_own():
     """`out.sum()` hands back one number expanded to the whole shape."""
     inputs, _ = tensors(1, 100, 2, 1, 8)

@@ -53,7 +53,7 @@ def test_the_strongest_are_chosen_and_of_equals_the_earlier(
                 row = products[b, h, c].tolist()
                 wanted = sorted(real, key=lambda i, row=row: (-round(row[i], 4), i))[:size]
                 own = [i for i in found[b, c, h].tolist() if i >= 0]
-                assert own == wanted
+                assert own == sorted(wanted)
 
 
 def test_kmeans_finds_well_separated_clusters():

@@ -21,22 +21,25 @@ import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from longspan.ops import round_kernels
 from longspan.ops.rows import kernels as late_kernels
 from longspan.ops.window import kernels, row_kernels
 
-INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES", "AT"}
+INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES", "AT", "MARKS", "MARKED", "LISTED"}
 FLOATS = {"LSE", "DELTA", "PART", "PART_LSE", "PART_MASS", "WHOLE", "WHOLE_LSE", "WHOLE_MASS",
-          "MASS", "DMASS"}
+          "MASS", "DMASS", "SUMS", "GRAD_SUMS"}
 
 def build(name, capability, kind, options=None, **chosen):
-    found = (getattr(module, name, None) for module in (kernels, row_kernels, late_kernels))
+    found = (getattr(module, name, None) for module in (kernels, row_kernels, late_kernels,
+                                                      round_kernels))
     function = next(kernel for kernel in found if kernel is not None)
     flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
              "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
              "BULK": False, "HEADS": 4, "PRECISION": "tf32x3",
              "DIM": 184, "WIDE": 128, "NARROW": 64, "BR": 16, "HD": 32, "BK": 64, "BC": 64,
              "INNER": 96, "PARTS": 2, "WEIGHTS": 3, "BIASES": 3,
-             "PROJECT": True, "BIASED": True, "SOFTMAX": True} | chosen
+             "PROJECT": True, "BIASED": True, "SOFTMAX": True,
+             "ROUNDS": 4, "SELF_LAST": True} | chosen
     signature, constants, hints = {}, {}, {}
     for place, argument in enumerate(function.arg_names):
         if argument in flags:
@@ -71,7 +74,7 @@ if capability >= 90 and kind == "bf16" and name in ("pool", "pool_backward"):
         tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     assert "STACK:0 " in used, used
-elif capability >= 90 and kind == "bf16":  # the GPU's copy engine
+elif capability >= 90 and kind == "bf16" and "softmax" not in name:  # the GPU's copy engine
     assert build(name, capability, kind, HEAD_DIM=64, D=64, BULK=True, ROWS=False).asm["cubin"]
 """
 
@@ -122,6 +125,8 @@ KERNELS = (
     "pool_backward",
     "weight_grads",
     "return_rows",
+    "softmax",
+    "softmax_backward",
 )
 TARGETS = [(80, "fp16"), (90, "bf16"), (90, "fp32")]
 

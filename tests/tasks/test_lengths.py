@@ -15,7 +15,8 @@ from longspan import LongspanForConditionalGeneration
 from longspan.cli import app
 from longspan.recipes.summaries import scratch
 from longspan.tasks.documents import make_template
-from longspan.tasks.lengths import score, study
+from longspan.tasks.lengths import prepare, score, study
+from longspan.tasks.practice import Practice, practice
 from longspan.tasks.scratch import learn_words, make_writer
 from longspan.train.recipe import change
 
@@ -78,6 +79,61 @@ def test_readings_differ_in_their_length_alone(tmp_path: Path):
         study(recipe(data, updates=4), tmp_path / "out", **asked)
 
 
+def test_practice_is_copying(tmp_path: Path):
+    """What is asked for stands in the text, and what is to be written goes on from there."""
+    data = summed(tmp_path / "few.jsonl", count=4, words=90)
+    own = recipe(data, **{"model.length": 64})
+    ready = prepare(own, tmp_path, practised=2, sizes=TINY, console=QUIET)
+    task = Practice(practice(change(own, {"model.source": str(tmp_path / "start")}), 2))
+    assert task.recipe.batch == 32
+    example = task.examples.train[0]
+    document, asked = example.document.ids.tolist(), example.document.question.tolist()
+    at = next(i for i in range(len(document)) if document[i : i + 8] == asked)
+    assert document[at + 8 : at + 18] == example.target.tolist()[1:-1]
+    assert len(example.target) == 12  # writing.longest
+    assert all(task.size(one.document) <= 64 for one in task.examples.train)
+    assert len({one.target.tobytes() for one in task.examples.train}) > 4
+    # All arms start from it, and it is not made again, whoever asks.
+    assert ready.model.source == str(tmp_path / "practice/checkpoints/step-00000002")
+    before = (tmp_path / "practice/results.json").stat().st_mtime_ns
+    asked_of: Any = {"limit": 1, "sizes": TINY, "console": QUIET, "practised": 2}
+    found = study(own, tmp_path, lengths=(100,), **asked_of)
+    assert (tmp_path / "practice/results.json").stat().st_mtime_ns == before
+    assert (found.practised, found.arms[0].updates) == (2, 3)
+    folder = next((tmp_path / "100/checkpoints").glob("step-*"))
+    grown, known = (
+        LongspanForConditionalGeneration.from_pretrained(path).encoder.embeddings.positions
+        for path in (folder, ready.model.source)
+    )
+    assert (grown.num_embeddings, known.num_embeddings) == (100, 64)
+
+
+def test_arms_may_be_carried_out_apart(tmp_path: Path):
+    data = summed(tmp_path / "few.jsonl", count=12, words=60)
+    command = ["study", "summaries", "--shrink", "--data", str(data), "--limit", "2"]
+    command += ["--practice", "2", "--set", "writing.longest=10", "--output"]
+    first = CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--prepare"])
+    assert first.exit_code == 0, first.output
+    assert not (tmp_path / "a/summaries.json").exists()
+    for lengths in ("16", "32", "16,32"):
+        done = CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--lengths", lengths])
+        assert done.exit_code == 0, done.output
+        assert "practised before" in done.output
+    assert done.output.count("trained before") == 2
+    whole = CliRunner().invoke(app, [*command, str(tmp_path / "b"), "--lengths", "16,32"])
+    assert whole.exit_code == 0, whole.output
+    for name in ("16", "32"):
+        texts = [(tmp_path / path / name / "written.jsonl").read_text() for path in "ab"]
+        assert texts[0] == texts[1]
+    summed(data, count=12)
+    refused = CliRunner().invoke(app, [*command, str(tmp_path / "c"), "--prepare"])
+    assert "no document of a split is that long" in " ".join(
+        refused.output.replace("│", "").split()
+    )
+    refused = CliRunner().invoke(app, ["study", "rivals", "--practice", "2"])
+    assert "--practice and --prepare are for" in " ".join(refused.output.replace("│", "").split())
+
+
 def test_scores_are_those_of_the_texts(tmp_path: Path):
     """One arm copies what is right, the other is wrong; the gain is all there is to gain."""
     for name, written in (("1K", "a dog runs"), ("4K", "the cat sleeps")):
@@ -102,7 +158,9 @@ def test_the_command_scores_where_it_can(tmp_path: Path, monkeypatch: pytest.Mon
         without.setitem(sys.modules, "rouge_score.rouge_scorer", None)
         done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "not scored: ROUGE needs the rouge-score package" in " ".join(done.output.split())
+    said = " ".join(done.output.split())
+    assert "not scored: ROUGE needs the rouge-score package" in said
+    assert "longspan[summarize]" in said
     assert not (tmp_path / "out/summaries.png").exists()
     assert "lead" not in json.loads((tmp_path / "out/summaries.json").read_text())
     done = CliRunner().invoke(app, ["study", "summaries", "--output", out])

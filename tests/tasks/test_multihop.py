@@ -11,7 +11,7 @@ import longspan
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.documents import Template, pieces
 from longspan.tasks.evidence import choose_evidence
-from longspan.tasks.finetune import finetune, finetune_seeds, make_task
+from longspan.tasks.finetune import finetune, finetune_seeds, make_task, read_metrics
 from longspan.tasks.hops import Hop, Paragraph, read_hop
 from longspan.tasks.measures import joint_scores
 from longspan.tasks.multihop import Multihop
@@ -278,6 +278,13 @@ def test_two_stages(tmp_path):
     for one in task.asked.train:  # what matters is read in any case
         assert set(one.chosen) == {n for n, part in enumerate(one.parts) if part.relevant}
     assert all(len(one.chosen) == 2 for one in task.asked.test)
+    # The first stage is chosen by what it chooses, the second by what it answers.
+    measures = {
+        folder.name: json.loads((folder / "recipe.json").read_text())["measure"]
+        for folder in (tmp_path / "run", tmp_path / "run" / "chooser")
+    }
+    assert measures == {"run": "joint_f1", "chooser": "paragraphs_kept"}
+    assert "paragraphs_kept" in read_metrics(tmp_path / "run" / "chooser")[-1]
     use = longspan.pipeline(tmp_path / "run")
     row = json.loads((tmp_path / "hopping.jsonl").read_text().splitlines()[0])
     found = use(row["text"], question="when?")
@@ -318,6 +325,20 @@ def test_the_best_paragraphs_are_chosen(tmp_path):
         for own in (found, {place: score - 9 for place, score in found.items()})
     ]
     assert task.choose(None, task.asked.train[:2]) == [[2, 3, 1], [2, 3]]
+
+
+def test_what_a_second_stage_would_be_given(tmp_path):
+    task = Multihop(toy(tmp_path, hops__keep=2, hops__above=0.5))
+    asked = task.asked.valid[0]
+    matter = [place for place, part in enumerate(asked.parts) if part.relevant]
+    other = next(place for place in range(len(asked.parts)) if place not in matter)
+    assert len(matter) == 2
+    model = task.build().eval()
+    [found] = task.find(model, [asked])
+    for best, share in ((matter, 1.0), ([matter[0], other], 0.5)):
+        scores = {place: float(place in best) for place in range(len(asked.parts))}
+        task.find = lambda model, asked, own=scores: [found._replace(paragraphs=own)]  # pyright: ignore
+        assert task.evaluate(model, "valid", limit=1)["paragraphs_kept"] == share
 
 
 def test_missing_evidence_is_counted_and_measured(tmp_path):

@@ -40,6 +40,7 @@ def test_all_arms(tmp_path, monkeypatch):
     made = toy(tmp_path, masked=False)
     out = tmp_path / "out"
     result = study(made, out, QUIET)
+    assert result is not None
     assert [arm.name for arm in result.arms] == [
         *(HEAD, SHORT, RANDOM, COPIED, TRAINED, POSITIONS, CONTROL)
     ]
@@ -98,10 +99,22 @@ def test_an_interrupted_study_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         study(made, out, QUIET)
     result = study(made, out, QUIET)
+    assert result is not None
     assert begun == [TRAINED, TRAINED, POSITIONS, CONTROL]
     # A checkpoint that has a head is a short model of masked tokens as it is.
     assert [arm.name for arm in result.arms] == [SHORT, RANDOM, COPIED, TRAINED, POSITIONS, CONTROL]
     assert result.arms[0].updates == 0
+
+
+def test_arms_side_by_side_are_those_one_after_the_other(tmp_path):
+    made = toy(tmp_path, masked=False, evaluation__every=0, updates=2)
+    for only in ([HEAD, SHORT], [CONTROL], [COPIED, RANDOM], [TRAINED], [POSITIONS]):
+        assert study(made, tmp_path / "apart", QUIET, only) is None
+    apart, whole = (study(made, tmp_path / name, QUIET) for name in ("apart", "whole"))
+    assert apart is not None
+    assert whole is not None
+    bits = [[arm.bits_per_character for arm in own.arms] for own in (apart, whole)]
+    assert bits[0] == pytest.approx(bits[1])
 
 
 def test_arms_read_as_many_tokens(tmp_path):
@@ -124,5 +137,7 @@ def test_what_cannot_be_studied_is_said(tmp_path):
     made = toy(tmp_path, masked=False)
     with pytest.raises(ValueError, match="give --model"):
         study(change(made, {"model.source": None}), Path(tmp_path / "out"), QUIET)
+    with pytest.raises(ValueError, match="no arm 'middle': choose from head, short"):
+        study(made, tmp_path / "out", QUIET, ["middle"])
     with pytest.raises(ValueError, match="has 24 learned positions: the study needs"):
         study(change(made, {"model.length": 24}), tmp_path / "out", QUIET)

@@ -81,7 +81,9 @@ def table(found: dict[str, Any]) -> Table:
 
 def title(found: dict[str, Any]) -> str:
     size = f"{parameter_count(found['parameters'])} parameters"
-    return f"Summaries of {found['data']}, {size}, {found['examples']} test texts"
+    before = found.get("practised")
+    practice = f" after {before:,} updates of practice" if before else ""
+    return f"Summaries of {found['data']}, {size}{practice}, {found['examples']} test texts"
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -31,7 +31,9 @@ def collect(folders: list[Path]) -> list[dict[str, Any]]:
         arms.append(
             {
                 "name": folder.name,
-                "measure": recipes[0]["measure"],
+                # "best_f1" is at the threshold that is best for the very examples; test examples
+                # are told at that of validation.
+                "measure": recipes[0]["measure"].removeprefix("best_"),
                 "seeds": [_seed(*pair) for pair in zip(runs, recipes, strict=True)],
                 "recipe": _shared(recipes[0]),
             }
@@ -118,14 +120,15 @@ def _seed(run: Path, recipe: dict[str, Any]) -> dict[str, Any]:
         if recipe["data"][name] is not None:
             folder = f"{Path(recipe['data'][name]).parent}/"
             results["notes"] = [note.replace(folder, "") for note in results["notes"]]
-    return {"seed": recipe["seed"], **results, **took}
+    split = recipe["data"].get("split_seed")  # one for all seeds, or another for each
+    return {"seed": recipe["seed"], "split_seed": split, **results, **took}
 
 
 def _shared(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe without what differs by seed, and without the folders of the machine it ran on."""
     kept = {name: value for name, value in recipe.items() if name not in ("seed", "phases")}
     for part, names in (("model", ("source",)), ("data", ("train", "valid", "test"))):
-        own = kept[part]
+        own = {name: value for name, value in kept[part].items() if name != "split_seed"}
         kept[part] = own | {name: Path(own[name]).name for name in names if own[name] is not None}
     return kept
 

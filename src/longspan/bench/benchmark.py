@@ -222,7 +222,8 @@ class Benchmark:
     claims: Callable[[Results], Iterable[Claim]]  # the targets, judged from a results file alone
     tables: Callable[[Results], Iterable[Table]]
     draw: Callable[[Results, Path], list[Path]]
-    # What is computed rather than timed, kept in the file beside the points; told whether quick.
+    # What is computed on the CPU rather than timed, kept in that device's file beside the points;
+    # told whether quick.
     findings: Callable[[bool], dict[str, Any]] | None = None
 
     def jobs(

@@ -39,7 +39,7 @@ def run(
 ) -> Results:
     """Measure every point of `jobs` that `path` does not hold yet; return all it then holds."""
     head = header(benchmark, settings)
-    if benchmark.findings is not None:
+    if benchmark.findings is not None and settings.device == "cpu":
         head |= benchmark.findings(quick)
     results, discarded = (Results(head), None) if fresh else resume(path, head)
     if discarded:

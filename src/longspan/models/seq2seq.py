@@ -360,11 +360,13 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
             and model_kwargs.get("decoder_attention_mask") is None
         )
         if plain:
+            # Weights that are spread over devices are fetched on the way, which no graph can do.
+            spread = len(set(getattr(self, "hf_device_map", {}).values())) > 1
             model_kwargs["past_key_values"] = StepCache(
                 len(self.decoder.layers),
                 generation_config.max_length,
                 self.device,
-                capture=self.capture_steps and not self.training,
+                capture=self.capture_steps and not self.training and not spread,
             )
             return
         own: Any = super()

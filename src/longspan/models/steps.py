@@ -28,9 +28,22 @@ class TargetCache(DynamicCache):
         self._at = self.next
         self._kept: Tensor | None = None  # [2 * layers, rows, heads, positions, head_dim]
 
+    @property
+    def is_croppable(self) -> bool:
+        return False  # no token is taken back
+
+    def check_room(self, tokens: int) -> None:
+        """Raise before anything would be written behind the end, which a GPU does not survive."""
+        if self.count + tokens > self.positions:
+            raise ValueError(
+                f"past_key_values holds {self.count} tokens and was made by generate for "
+                f"{self.positions}, too few for {tokens} more: go on with decoder_input_ids alone"
+            )
+
     def take(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Positions [1, tokens] of the tokens to come, and who is seen by each [1, 1, tokens,
         positions]: what stands behind them is not yet written."""
+        self.check_room(tokens)
         self._at = self.next if tokens == 1 else self.next + self._place[:tokens]
         return self._at[None], (self._place <= self._at[:, None])[None, None]
 
@@ -84,6 +97,7 @@ class StepCache(EncoderDecoderCache):
         if self._graph is None:
             self._token = token.clone()
             self._graph = self._capture(write)
+        self.self_attention_cache.check_room(1)
         self._token.copy_(token)
         self._graph.replay()
         self.self_attention_cache.count += 1
@@ -98,8 +112,10 @@ class StepCache(EncoderDecoderCache):
             enabled=torch.is_autocast_enabled("cuda"),
             cache_enabled=False,
         )
-        # Other threads, such as one that prints the text, may go on using the device.
-        with half, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Of several devices, the one that the model is on. Other threads, such as one that prints
+        # the text, may go on using it.
+        on_device = torch.cuda.device(self._token.device)
+        with half, on_device, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._scores = write(self._token)
         self.self_attention_cache.count = count  # a capture computes nothing yet
         return graph

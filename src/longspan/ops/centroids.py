@@ -26,26 +26,20 @@ def nearest(points: Tensor, directions: Tensor) -> Tensor:
 @torch.no_grad()
 def strongest(points: Tensor, directions: Tensor, size: int, valid: Tensor | None) -> Tensor:
     """[batch, tokens, heads, dim], [heads, count, dim] -> [batch, count, heads, up to size]: for
-    each direction the places of the tokens with the largest products, -1 where there are none
-    left. Of equals the earlier ones; `valid` [batch, tokens] marks those that can be chosen."""
+    each direction the places of the tokens with the largest products, in their order, -1 where
+    there are none left. Of equals the earlier ones; `valid` [batch, tokens] marks those that can
+    be chosen."""
     points, directions = _wide(points, directions)
     batch, heads, tokens, _ = points.shape
     size = min(size, tokens)
-    place = torch.arange(tokens, device=points.device)
     found = []
     with torch.autocast(points.device.type, enabled=False):
         some = max(1, _SCORES // max(1, batch * heads * tokens))
         for part in directions.split(some, dim=1):
-            rank = _ranks(part @ points.mT)
+            scores = (part @ points.mT).float()
             if valid is not None:
-                rank = rank.masked_fill(~valid[:, None, None], torch.iinfo(torch.int32).min)
-            # The order of equals is undefined in topk: so there are none.
-            top = (rank.long() * 2**32 + (tokens - 1 - place)).topk(size).values
-            chosen = tokens - 1 - top % 2**32
-            if valid is not None:
-                none = top // 2**32 == torch.iinfo(torch.int32).min
-                chosen = chosen.masked_fill(none, -1)
-            found.append(chosen)
+                scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
+            found.append(_largest(scores, size))
     return torch.cat(found, dim=2).transpose(1, 2)
 
 
@@ -80,7 +74,20 @@ def _wide(points: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     return points.transpose(1, 2).to(dtype), directions.to(dtype)
 
 
-def _ranks(scores: Tensor) -> Tensor:
-    """Whole numbers in the order of float32 `scores`, above the least int32."""
-    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: one zero, not two
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _largest(scores: Tensor, size: int) -> Tensor:
+    """[..., tokens] -> [..., size]: the places of the largest, by place, -1 for one of -inf.
+
+    Which of equals topk takes is undefined. Those above the least that it takes are all among
+    them, whatever it does; of those equal to the least the earlier ones are looked for.
+    """
+    tokens = scores.shape[-1]
+    top = scores.topk(size)
+    least = top.values[..., -1:]
+    above = (top.values > least).sum(-1, keepdim=True)
+    early = tokens - torch.arange(tokens, device=scores.device, dtype=torch.int32)
+    equal = tokens - torch.where(scores == least, early, 0).topk(size).values.long()
+    slot = torch.arange(size, device=scores.device)
+    chosen = torch.where(slot < above, top.indices, equal.gather(-1, (slot - above).clamp(min=0)))
+    found = scores.gather(-1, chosen) > -torch.inf
+    ordered = torch.where(found, chosen, tokens).sort(-1).values
+    return torch.where(ordered < tokens, ordered, -1)

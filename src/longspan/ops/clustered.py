@@ -27,9 +27,13 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-_SCORES = 2**23  # scores that are computed at a time, over all batch rows and heads
+from longspan.ops.rounds import NEVER, round_softmax, serves
+
+# Scores that are computed at a time, over all batch rows and heads. On a GPU every time has to be
+# launched, so there are no more than some of them.
+_SCORES = 2**23
+_TIMES = 16
 _FEW = 8  # queries that are held against all keys instead of sorting these
-_NEVER = -1e30  # the log-sum-exp of a round in which a token saw itself alone
 
 
 class How(NamedTuple):
@@ -267,8 +271,12 @@ def _attend(
     batch, chunks, heads, size, _ = query.shape
     wanted = torch.is_grad_enabled()
     # A CPU is faster with what stays in its caches; gradients would be computed twice for it.
-    most = _SCORES // 8 if query.device.type == "cpu" and not wanted else _SCORES
+    on_cpu = query.device.type == "cpu"
+    most = _SCORES // 8 if on_cpu and not wanted else _SCORES
     together = max(1, most // max(1, batch * heads * size * size * (how.before + 1)))
+    if not on_cpu:
+        # Without a mask, fused attention keeps no scores.
+        together = chunks if places is None else max(together, chunks // _TIMES)
     again = wanted and together < chunks
     own = [_cut(t, together) for t in (query, places, marks)]
     wide = [_cut(t, together, how.before) for t in (key, value, places, marks)]
@@ -322,59 +330,87 @@ def _few(
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     key, value = beside(key), beside(value)
-    seen = times = alone = None
+    listed = None if listed is None else beside(listed)
+    marked = None if marked is None else beside(marked)
+    if how.merged:
+        assert places is not None
+        assert listed is not None
+        assert marks is not None
+        assert marked is not None
+        return _weighed(number, how, query, places, marks, key, value, listed, marked)
+    seen = None
     if places is not None and listed is not None:
-        listed = beside(listed)
-        seen = (listed >= 0)[..., None, :]
+        inside = True
         if marks is not None and marked is not None:
-            inside, times = _within(marks, beside(marked), number, how)
-            seen = seen & inside
-        if how.self_last:
-            itself = places[..., None] == listed[..., None, :]
-            others = seen & ~itself
-            alone = ~others.any(-1, keepdim=True)
-            seen = torch.where(alone, itself & seen, others)
-        # A slot without a token sees nothing and would be NaN; nobody reads it.
-        seen = seen | ~seen.any(-1, keepdim=True)
-    if not how.merged:
-        if seen is not None:
-            seen = seen.expand(query.shape[0], *seen.shape[1:]).flatten(0, 1)
-        out = scaled_dot_product_attention(
-            *(t.flatten(0, 1) for t in (query, key, value)),
-            attn_mask=seen,
-            dropout_p=how.dropout_p,
-            scale=how.scale,
-        )
-        return out.unflatten(0, query.shape[:2]), None
+            inside, _ = _within(marks, marked, number, how)
+        seen, _ = _seen(places, listed, inside, how)
+        seen = seen.expand(query.shape[0], *seen.shape[1:]).flatten(0, 1)
+    out = scaled_dot_product_attention(
+        *(t.flatten(0, 1) for t in (query, key, value)),
+        attn_mask=seen,
+        dropout_p=how.dropout_p,
+        scale=how.scale,
+    )
+    return out.unflatten(0, query.shape[:2]), None
+
+
+def _weighed(
+    number: int,
+    how: How,
+    query: Tensor,
+    places: Tensor,
+    marks: Tensor,
+    key: Tensor,
+    value: Tensor,
+    listed: Tensor,
+    marked: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same for one round of several, with the log-sum-exp."""
     wide = torch.promote_types(query.dtype, torch.float32)
     if query.dtype == torch.float16:
         query, key = query.to(wide), key.to(wide)  # whose products may be out of its range
     with torch.autocast(query.device.type, enabled=False):
-        scores = (query @ key.mT).to(wide) * how.scale
-    if times is not None:
-        scores = scores - times.to(scores.dtype).clamp(min=1).log()
-    if seen is not None:
+        scores = query @ key.mT
+    if serves(scores):
+        assert how.reach is not None
+        about = (number, how.reach, how.self_last, how.scale)
+        weights, sums = round_softmax(scores, marks, marked, places, listed, *about)
+    else:
+        inside, times = _within(marks, marked, number, how)
+        seen, alone = _seen(places, listed, inside, how)
+        scores = scores.to(wide) * how.scale - times.to(wide).clamp(min=1).log()
         scores = scores.masked_fill(~seen, -torch.inf)
-    sums = scores.logsumexp(-1)
-    weights = dropout((scores - sums[..., None]).exp(), how.dropout_p)
-    if alone is not None:
-        sums = sums.masked_fill(alone[..., 0], _NEVER)
-    return weights.to(value.dtype) @ value, sums
+        sums = scores.logsumexp(-1)
+        weights = (scores - sums[..., None]).exp()
+        sums = sums if alone is None else sums.masked_fill(alone[..., 0], NEVER)
+    return dropout(weights, how.dropout_p).to(value.dtype) @ value, sums
 
 
-def _within(
-    marks: Tensor, marked: Tensor, number: int, how: How
-) -> tuple[Tensor | bool, Tensor | None]:
-    """Which keys the tokens see by their marks in this round and, if rounds are to be merged, in
-    how many rounds they see them."""
-    own, times = True, None
-    for other, (mark, theirs) in enumerate(zip(marks.unbind(-1), marked.unbind(-1), strict=True)):
+def _seen(
+    places: Tensor, listed: Tensor, inside: Tensor | bool, how: How
+) -> tuple[Tensor, Tensor | None]:
+    """[..., size, keys]: who sees whom of the tokens at `places` and those `listed` beside them;
+    and, if it matters, which see themselves alone [..., size, 1]."""
+    seen, alone = (listed >= 0)[..., None, :] & inside, None
+    if how.self_last:
+        itself = places[..., None] == listed[..., None, :]
+        others = seen & ~itself
+        alone = ~others.any(-1, keepdim=True)
+        seen = torch.where(alone, itself & seen, others)
+    # A slot without a token sees nothing and would be NaN; nobody reads it.
+    return seen | ~seen.any(-1, keepdim=True), alone
+
+
+def _within(marks: Tensor, marked: Tensor, number: int, how: How) -> tuple[Tensor, Tensor]:
+    """Which keys the tokens see by their marks in this round, and in how many rounds."""
+    inside = []
+    for mark, theirs in zip(marks.unbind(-1), marked.unbind(-1), strict=True):
         apart = mark[..., None] - theirs[..., None, :]
-        inside = apart.clamp(0, how.reach) == apart
-        own = inside if other == number else own
-        if how.merged:
-            times = inside.to(torch.int16) if times is None else times + inside
-    return own, times
+        inside.append(apart.clamp(0, how.reach) == apart)
+    times = inside[0].to(torch.int16)
+    for other in inside[1:]:
+        times = times + other
+    return inside[number], times
 
 
 def _merge(parts: list[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> Tensor:

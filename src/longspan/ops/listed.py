@@ -122,7 +122,8 @@ class _Pieces(torch.autograd.Function):
         call: _Call = ctx.call
         learned = [t.detach().requires_grad_() for t in learned]
         by_query = torch.empty_like(query)
-        sums = [t.new_zeros(t.shape) for t in (key, value, *learned)]
+        # A key may be in many lists: its gradient is a long sum.
+        sums = [t.new_zeros(t.shape, dtype=_wide(t)) for t in (key, value, *learned)]
         with _random_again(query.device, ctx.random):
             for own in call.pieces():
                 at = _places(call.listed[:, :, own], key)
@@ -138,7 +139,12 @@ class _Pieces(torch.autograd.Function):
                     _add(total, at, more)
                 for total, more in zip(sums[2:], found[3:], strict=True):
                     total += more
-        return by_query, sums[0], sums[1], None, *sums[2:]
+        found = [total.to(t.dtype) for total, t in zip(sums, (key, value, *learned), strict=True)]
+        return by_query, found[0], found[1], None, *found[2:]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _generator(device: torch.device) -> Any:
@@ -225,9 +231,9 @@ def _take(states: Tensor, at: Tensor) -> Tensor:
 def _add(states: Tensor, at: Tensor, more: Tensor) -> None:
     """The other way round, to contiguous states."""
     if at.dim() == 2:
-        states.index_add_(2, at.flatten(), more.flatten(2, 3))
+        states.index_add_(2, at.flatten(), more.flatten(2, 3).to(states.dtype))
     else:
-        states.flatten(0, 2).index_add_(0, at.flatten(), more.flatten(0, 3))
+        states.flatten(0, 2).index_add_(0, at.flatten(), more.flatten(0, 3).to(states.dtype))
 
 
 def tokens_of(blocks: Tensor, size: int, tokens: int) -> Tensor:

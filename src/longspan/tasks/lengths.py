@@ -1,9 +1,10 @@
 """How much of a document its summary needs: the paper's Figure 3, by a model trained from scratch.
 
 One model, the same examples in the same order and as many updates, reading the first 1K, 4K and
-16K tokens. Runs are chosen by their loss; only then texts are written, once, for the test examples.
-They are kept with what they should have been, so that ROUGE can be had of them on another machine,
-without the model.
+16K tokens. Before, it may practise on passages of the documents, read in short parts; its positions
+are then copied, as BART's were for LED. Runs are chosen by their loss; only then texts are written,
+once, for the test examples. They are kept with what they should have been, so that ROUGE can be had
+of them on another machine, without the model.
 """
 
 import gc
@@ -20,11 +21,12 @@ from rich.console import Console
 from longspan.data.examples import Skips, read_examples
 from longspan.tasks.compare import interval
 from longspan.tasks.finetune import done_before, finetune, half, load_model, read_metrics
+from longspan.tasks.practice import LENGTH, Practice, practice
 from longspan.tasks.scratch import make_writer
 from longspan.tasks.summaries import ROUGE, Rouge, read_requests
 from longspan.tasks.summarize import Summarize
 from longspan.train import checkpoint
-from longspan.train.finetuning import Finetuning
+from longspan.train.finetuning import Finetuning, planned
 
 LENGTHS = (1024, 4096, 16384)
 _WRITTEN = "written.jsonl"
@@ -51,6 +53,7 @@ class Study:
     data: str
     parameters: int
     examples: int  # that texts were written about
+    practised: int  # updates before
     arms: list[Arm]
 
 
@@ -60,23 +63,21 @@ def study(
     *,
     lengths: Sequence[int] = LENGTHS,
     limit: int = 0,
+    practised: int = 0,
     sizes: dict[str, Any] | None = None,
     console: Console | None = None,
 ) -> Study:
     """Train every arm in a folder of its own and let it write; `score` says how well.
 
     An arm that is complete is not done again, one that was interrupted goes on. Of the test
-    examples the first `limit` are written about; 0 = all. Without a model to start from one is
-    made, of `sizes`.
+    examples the first `limit` are written about; 0 = all. What arms start from is made by
+    `prepare`; once it is there, several processes may each carry out an arm of their own.
     """
     console = console or Console()
     lengths = sorted(set(lengths))
-    if recipe.model.source is None:
-        start = _start(recipe, output / "start", lengths[-1], sizes or {})
-        recipe = replace(recipe, model=replace(recipe.model, source=str(start)))
-    recipe = replace(recipe, measure="loss", too_long="head")
+    recipe = prepare(recipe, output, practised=practised, sizes=sizes, console=console)
     base: Summarize | None = None
-    arms, written = [], 0
+    arms, written, parameters = [], 0, 0
     for length in lengths:
         own = replace(recipe, name=name_of(length), model=replace(recipe.model, length=length))
         console.rule(f"the first {length:,} tokens")
@@ -84,13 +85,42 @@ def study(
         base = base or task
         arms.append(_carry_out(task, output / own.name, limit, console))
         written = len(task.examples.test[: limit or None])
+        parameters = task.build().num_parameters()
         # The next arm shall find the memory that this one used.
         gc.collect()
         torch.compiler.reset()
-    assert base is not None
     assert recipe.data.train is not None
     data = Path(recipe.data.train).name.partition(".")[0]
-    return Study(data, base.build().num_parameters(), written, arms)
+    return Study(data, parameters, written, practised, arms)
+
+
+def prepare(
+    recipe: Finetuning,
+    output: Path,
+    *,
+    practised: int = 0,
+    sizes: dict[str, Any] | None = None,
+    console: Console | None = None,
+) -> Finetuning:
+    """The recipe with what all arms start from, made unless it is there: a model of `sizes`, where
+    none is given, after so many updates of practice."""
+    recipe = replace(recipe, measure="loss", too_long="head")
+    if recipe.model.source is None:
+        # Positions that were practised on are copied for those beyond.
+        positions = min(LENGTH, recipe.model.length) if practised else recipe.model.length
+        start = _start(recipe, output / "start", positions, sizes or {})
+        recipe = replace(recipe, model=replace(recipe.model, source=str(start)))
+    if practised:
+        console = console or Console()
+        console.rule("practice")
+        own, run = practice(recipe, practised), output / "practice"
+        if done_before(planned(own, 1), run) is None:  # its steps do not depend on the examples
+            finetune(Practice(own), run, resume=(run / "recipe.json").exists(), console=console)
+        else:
+            console.print("practised before", highlight=False)
+        source = checkpoint.find(run, "best")
+        recipe = replace(recipe, model=replace(recipe.model, source=str(source)))
+    return recipe
 
 
 def score(found: dict[str, Any], folder: Path) -> dict[str, Any]:

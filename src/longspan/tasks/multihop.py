@@ -41,7 +41,10 @@ from longspan.tasks.start import add_tokens, build_model, load_tokenizer
 from longspan.train.finetuning import Finetuning
 from longspan.train.task import Goal, Loss
 
-MEASURES = ("joint_f1", "joint_exact", "f1", "exact", "evidence_f1", "evidence_exact")
+_JOINT = ("joint_f1", "joint_exact", "f1", "exact", "evidence_f1", "evidence_exact")
+# Of the paragraphs that matter, how many a second stage would be given.
+_KEPT = "paragraphs_kept"
+MEASURES = (*_JOINT, _KEPT)
 
 
 class Scores(NamedTuple):
@@ -184,16 +187,17 @@ class Reasoner:
 
     def choose(self, model: Any, asked: Sequence[Asked]) -> list[list[int]]:
         """The paragraphs of each question that a second stage shall read, the best first."""
-        settings, size = self.recipe.hops, self.recipe.evaluation.batch
-        chosen = []
-        for first in range(0, len(asked), size):
-            for found in self.find(model, asked[first : first + size]):
-                scores = found.paragraphs
-                best = sorted(scores, key=lambda place: -scores[place])[: settings.keep]
-                chosen.append(
-                    [p for n, p in enumerate(best) if n < 2 or scores[p] > settings.above]
-                )
-        return chosen
+        size = self.recipe.evaluation.batch
+        return [
+            self._worth_reading(found)
+            for first in range(0, len(asked), size)
+            for found in self.find(model, asked[first : first + size])
+        ]
+
+    def _worth_reading(self, found: Found) -> list[int]:
+        settings, scores = self.recipe.hops, found.paragraphs
+        best = sorted(scores, key=lambda place: -scores[place])[: settings.keep]
+        return [p for n, p in enumerate(best) if n < 2 or scores[p] > settings.above]
 
     def predict(self, model: Any, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """For each row its answer, where that stands, and the sentences it follows from."""
@@ -233,9 +237,13 @@ class Multihop(Reasoner, QuestionTask):
         self._settle(recipe)
 
     def before(self) -> Self | None:
+        """A first stage is as good as what it chooses, whatever it would answer by itself."""
         if self.recipe.hops.stages == 1:
             return None
-        return self.again(replace(self.recipe, hops=replace(self.recipe.hops, stages=1)))
+        hops = replace(self.recipe.hops, stages=1)
+        first = self.again(replace(self.recipe, hops=hops, measure=_KEPT))
+        first.goal = Goal(_KEPT, _KEPT.replace("_", " "))
+        return first
 
     def take(self, first: Reasoner, model: Any) -> None:
         """Read from now on what the first stage chooses; when training, what matters with it."""
@@ -317,7 +325,7 @@ class Multihop(Reasoner, QuestionTask):
         return self._sheet(model, split)
 
     def _sheet(self, model: Any, split: str, limit: int = 0) -> np.ndarray:
-        """HotpotQA's measures of each question."""
+        """HotpotQA's measures of each question, and what its first stage is judged by."""
         model.eval()
         asked: list[Asked] = getattr(self.asked, split)[: limit or None]
         hops: list[Hop] = getattr(self.hops, split)[: limit or None]
@@ -329,7 +337,11 @@ class Multihop(Reasoner, QuestionTask):
         for hop, one, own in zip(hops, asked, found, strict=True):
             answer = describe(hop, one, own)["answer"]
             scores = joint_scores(answer, hop.answer, facts(hop, own), hop.facts)
-            rows.append([scores[name] for name in MEASURES])
+            matter = {place for place, part in enumerate(one.parts) if part.relevant}
+            kept = matter.intersection(self._worth_reading(own))
+            rows.append(
+                [*(scores[name] for name in _JOINT), len(kept) / len(matter) if matter else 1.0]
+            )
         return np.array(rows)
 
     def mark(self, sheet: np.ndarray) -> float:

@@ -6,6 +6,7 @@ own length: only after that is it a short model of masked tokens, of which long 
 """
 
 import gc
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,12 +80,21 @@ class Study:
     claims: list[Claim]
 
 
-def study(recipe: Finetuning, output: Path, console: Console | None = None) -> Study:
-    """Carry out every arm in a folder of its own.
+def study(
+    recipe: Finetuning,
+    output: Path,
+    console: Console | None = None,
+    only: Collection[str] = (),
+) -> Study | None:
+    """Carry out every arm in a folder of its own; or `only` some of them, and tell nothing.
 
-    An arm that is complete is not done again, one that was interrupted goes on.
+    An arm that is complete is not done again, one that was interrupted goes on. Once the short
+    model is there, its long ones do not wait for one another: they may be carried out side by side.
     """
     console = console or Console()
+    strange = [name for name in only if name not in KINDS]
+    if strange:
+        raise ValueError(f"there is no arm {strange[0]!r}: choose from {', '.join(KINDS)}")
     if recipe.model.source is None:
         raise ValueError("there is no model to start from: give --model FOLDER or a hub name")
     source = find_source(recipe.model.source)
@@ -98,16 +108,20 @@ def study(recipe: Finetuning, output: Path, console: Console | None = None) -> S
     task: Any = None
     found = []
     for name, own in plan(recipe, output, short, headless).items():
-        if name == RANDOM:  # the first of those that start from it
-            start = source if not headless else find_source(output / SHORT)
-            make_narrow(start, output / _NARROW, recipe.model.window)
+        if only and name not in only:
+            continue
         console.rule(KINDS[name].label)
         task = MaskedLM(own, None if task is None else task.documents)
         trains = name not in (RANDOM, COPIED) and (headless or name != SHORT)
         found.append(_carry_out(task, name, output / name, trains, console))
+        if name == SHORT:
+            start = source if not headless else find_source(output / SHORT)
+            make_narrow(start, output / _NARROW, recipe.model.window)
         # The next arm shall find the memory that this one used.
         gc.collect()
         torch.compiler.reset()
+    if only:
+        return None
     valid = task.documents.valid
     return Study(
         Path(recipe.model.source).name,

@@ -11,7 +11,7 @@ from bench.made_up import make_results, pick
 from rich.console import Console
 
 from longspan.bench.benchmark import OUT_OF_MEMORY, Pass, Point
-from longspan.bench.led import BENCHMARK
+from longspan.bench.led import BENCHMARK, contenders
 from longspan.bench.led.cases import STEP, LEDCase
 from longspan.bench.led.claims import claims
 from longspan.bench.led.contenders import CONTENDERS
@@ -48,6 +48,36 @@ def test_a_step_gives_gradients(name: str) -> None:
     workload.ready("forward+backward")()
     assert all(leaf.grad is not None for leaf in workload.leaves)
     assert workload.resident == 4 * sum(leaf.numel() for leaf in workload.leaves)
+
+
+def test_few_texts_are_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 2**20
+    for name, value in (("memory_allocated", 4 * mib), ("max_memory_allocated", 6 * mib)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    asked: list[Any] = []
+    ms, memory = contenders._clock(lambda *tokens: asked.append(tokens), mib)
+    assert asked == [(1,), (), (), ()]
+    assert ms >= 0
+    assert memory == 3
+    monkeypatch.setattr(contenders, "_ENOUGH", 1e-9)
+    contenders._clock(lambda *tokens: asked.append(tokens), mib)
+    assert asked[4:] == [(1,), ()]
+
+
+def test_what_the_targets_need_comes_first() -> None:
+    results = made_up()
+    few = Results(results.header)
+    for case, name, kind in list(results.points)[:4]:
+        few.add(results.points[case, name, kind])
+    judged = claims(few)
+    assert len(judged) == 3
+    assert all(claim.met is not None for claim in judged)
+    # Then what memory follows.
+    for key in list(results.points)[:13]:
+        few.add(results.points[key])
+    assert len(claims(few)) == 4
 
 
 def test_the_model_is_led_base() -> None:

@@ -14,7 +14,7 @@ BENCHMARK = Benchmark(
     case=FamilyCase,
     contenders=CONTENDERS,
     suite=suite,
-    settings={"rounds": 3, "seconds": 20.0, "rep_ms": 200},
+    settings={"rounds": 3, "seconds": 20.0, "rep_ms": 60},
     quick_settings={"rounds": 2, "seconds": 2.0, "rep_ms": 20},
     source=(
         "ops",

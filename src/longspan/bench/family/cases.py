@@ -50,7 +50,7 @@ DECODER_RIVALS = ("causal-performer-pytorch",)
 def suite(
     *, device: str, dtype: str, quick: bool = False, lengths: Sequence[int] | None = None
 ) -> list[Job]:
-    """The jobs of one run, of them those at `lengths` where given."""
+    """The jobs of one run, of them those at `lengths` where given, in that order."""
     base = FamilyCase(tokens=0, dtype=dtype)
     if quick:
         base = replace(base, hidden=128, heads=2, reach=128)
@@ -62,8 +62,8 @@ def suite(
         known = (2048, 4096, 8192, 16_384)
     return [
         Job(replace(base, tokens=n, causal=causal), contenders)
-        for n in known
-        if lengths is None or n in lengths
+        for n in lengths or known
+        if n in known
         for causal, contenders in (
             (False, ENCODERS + MATCHED + ENCODER_RIVALS),
             (True, DECODERS + DECODER_RIVALS),

@@ -55,14 +55,18 @@ def around(base: LEDCase, *, lengths: Sequence[int], targets: Sequence[int]) -> 
 
 
 def gpu_suite(dtype: str) -> list[Job]:
-    """Every target on a GPU, what the targets need first."""
+    """Every target on a GPU, what the targets need first: a run that is broken off has judged
+    those it came to."""
     base = LEDCase(tokens=16_384, dtype=dtype)
+    beams = replace(base, beams=4)
     others = around(base, lengths=(4096, 8192, 32_768), targets=(64, 512, 1024))
     return [
-        Job(base, EVERYONE, STEP),
-        Job(replace(base, beams=4), EVERYONE, FORWARD),
-        *(Job(case, _RIVALS, STEP) for case in others),
-        Job(replace(base, tokens=4096, beams=4), EVERYONE, FORWARD),
+        Job(base, _RIVALS, STEP),
+        Job(beams, _RIVALS, FORWARD),
+        *(Job(case, (name,), STEP) for name in _RIVALS for case in others),
+        Job(replace(base, tokens=4096, beams=4), _RIVALS, FORWARD),
+        Job(base, ("longspan-patch",), STEP),
+        Job(beams, ("longspan-patch",), FORWARD),
     ]
 
 

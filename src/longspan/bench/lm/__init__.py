@@ -13,7 +13,7 @@ BENCHMARK = Benchmark(
     contenders=CONTENDERS,
     suite=suite,
     # A step takes 0.1 to 2 s on a GPU.
-    settings={"rounds": 5, "seconds": 60.0, "warmup_ms": 1000, "rep_ms": 5000},
+    settings={"rounds": 5, "seconds": 60.0, "warmup_ms": 500, "rep_ms": 2000},
     quick_settings={"rounds": 3, "seconds": 3.0, "rep_ms": 200},
     source=(
         "ops",

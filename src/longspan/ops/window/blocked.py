@@ -344,7 +344,8 @@ def forward(
         q = piece.queries.take(query[row, :, lane.queries]).transpose(1, 2)
         k = piece.keys.take(key[row, :, lane.keys]).transpose(1, 2)
         v = piece.keys.take(value[row, :, lane.keys]).transpose(1, 2)
-        part, part_lse = (t.transpose(1, 2) for t in tile.forward(q, k, v))
+        with torch.autocast(q.device.type, enabled=False):  # pieces are joined in float32
+            part, part_lse = (t.transpose(1, 2) for t in tile.forward(q, k, v))
         to, to_lse = out[row, :, lane.queries], lse[row, lane.queries].T
         if piece.joins:
             if tile.bias is not None:
@@ -396,7 +397,8 @@ def backward(
         )
         k, v = (piece.keys.take(t[row, :, lane.keys]).transpose(1, 2) for t in (key, value))
         part_lse = piece.queries.take(lse[row, lane.queries].T).transpose(1, 2)
-        dq, dk, dv = (t.transpose(1, 2) for t in tile.backward(g, q, k, v, o, part_lse))
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = (t.transpose(1, 2) for t in tile.backward(g, q, k, v, o, part_lse))
         piece.queries.add(grad_query[row, :, lane.queries], dq)
         piece.keys.add(grad_key[row, :, lane.keys], dk)
         piece.keys.add(grad_value[row, :, lane.keys], dv)

@@ -188,9 +188,8 @@ def _backward_slice(
     names = ("query", "key", "value", "out", "grad", "grad_query")
     tensors = {name: part(name) for name in names}
     shape = tensors["query"].shape
-    share = dict(
-        zip(("grad_key", "grad_value"), sums[:, : shape.numel()].zero_().unflatten(1, shape))
-    )
+    grad_key, grad_value = sums[:, : shape.numel()].zero_().unflatten(1, shape)
+    share = {"grad_key": grad_key, "grad_value": grad_value}
     numbers = {"lse": lse[row : row + 1, begin:end]}
     numbers["delta"] = torch.empty_like(numbers["lse"])
     # Dropout numbers its streams through all heads of the batch.
