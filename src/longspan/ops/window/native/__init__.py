@@ -147,10 +147,14 @@ def backward(
         numbers = {"lse": lse, "delta": torch.empty_like(lse)}
         _run(given, numbers, seen, pattern, seed, backward=True)
     else:
-        # Keys collect their gradients in float32, for each query head; so a few heads at a time.
+        # Keys collect their gradients in float32, for each query head; so a few heads at a time, in
+        # the same memory: what is freed and taken again between others does not stay in one piece.
+        slices = _slices(key.shape[2], tokens * group)
+        size = tokens * group * max(last - first for first, last in slices) * head_dim
+        sums = query.new_empty((2, size), dtype=torch.float32)
         for row in range(batch):
-            for first, last in _slices(key.shape[2], tokens * group):
-                _backward_slice(row, first, last, given, lse, seen, pattern, seed)
+            for first, last in slices:
+                _backward_slice(row, first, last, given, sums, lse, seen, pattern, seed)
     return grads if whole is None else (whole,)
 
 
@@ -167,6 +171,7 @@ def _backward_slice(
     first: int,
     last: int,
     given: dict[str, Tensor],
+    sums: Tensor,
     lse: Tensor,
     seen: Visibility,
     pattern: Pattern,
@@ -182,10 +187,9 @@ def _backward_slice(
 
     names = ("query", "key", "value", "out", "grad", "grad_query")
     tensors = {name: part(name) for name in names}
-    share = {
-        name: tensors["query"].new_zeros(tensors["query"].shape, dtype=torch.float32)
-        for name in ("grad_key", "grad_value")
-    }
+    shape = tensors["query"].shape
+    grad_key, grad_value = sums[:, : shape.numel()].zero_().unflatten(1, shape)
+    share = {"grad_key": grad_key, "grad_value": grad_value}
     numbers = {"lse": lse[row : row + 1, begin:end]}
     numbers["delta"] = torch.empty_like(numbers["lse"])
     # Dropout numbers its streams through all heads of the batch.

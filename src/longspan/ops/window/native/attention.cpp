@@ -110,7 +110,8 @@ private:
         if (total == 0) return done;
 #pragma omp parallel num_threads(int(least(call.threads, total)))
         {
-            Arena room(room_needed());
+            Arena& room = own_room;
+            room.reserve(room_needed());
 #pragma omp for schedule(dynamic)
             for (long i = 0; i < total; i++) {
                 if (room.failed()) {
@@ -121,6 +122,7 @@ private:
                     task(room, i / pieces, i % pieces);
                 }
             }
+            room.settle();
         }
         return done;
     }

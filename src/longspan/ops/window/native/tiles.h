@@ -1,7 +1,8 @@
 // Tiles of tokens: which they are, what they may see, and their numbers as products want them.
 #pragma once
+#include <sys/mman.h>
+
 #include <cmath>
-#include <cstdlib>
 
 #include "call.h"
 #include "vector.h"
@@ -20,17 +21,22 @@ namespace {
 
 constexpr int T = 64;  // tokens in a tile
 
-// Memory for one thread, handed out in aligned pieces and given back all at once.
+// Memory for one thread, handed out in aligned pieces and taken back all at once.
 class Arena {
 public:
-    explicit Arena(size_t wanted) : bytes(size_t(round_up(long(wanted), 64))) {
-        base = static_cast<char*>(std::aligned_alloc(64, bytes));
-    }
-    ~Arena() {
-        ASAN_UNPOISON_MEMORY_REGION(base, bytes);
-        std::free(base);
-    }
+    Arena() = default;
+    ~Arena() { release(); }
     Arena(const Arena&) = delete;
+
+    void reserve(size_t wanted) {
+        if (wanted <= bytes) return;
+        release();
+        // Not from the heap, where it would stay in the way of what comes and goes around it.
+        void* found = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        if (found == MAP_FAILED) return;
+        base = static_cast<char*>(found);
+        bytes = wanted;
+    }
 
     template <class N>
     N* take(long count) {
@@ -45,11 +51,26 @@ public:
         used = 0;
         ASAN_POISON_MEMORY_REGION(base, bytes);
     }
+    void settle() {
+        if (bytes > KEPT) release();
+    }
 
 private:
-    char* base;
-    size_t bytes, used = 0;
+    static constexpr size_t KEPT = size_t(1) << 24;
+    char* base = nullptr;
+    size_t bytes = 0, used = 0;
+
+    void release() {
+        if (!base) return;
+        ASAN_UNPOISON_MEMORY_REGION(base, bytes);
+        munmap(base, bytes);
+        base = nullptr;
+        bytes = 0;
+    }
 };
+
+// Kept from call to call, unless there is much of it: new pages take time to fill.
+thread_local Arena own_room;
 
 // One head of one batch row.
 struct Head {
