@@ -32,7 +32,7 @@ FLOATS = {"LSE", "DELTA", "PART", "PART_LSE", "PART_MASS", "WHOLE", "WHOLE_LSE",
 def build(name, capability, kind, options=None, **chosen):
     found = (getattr(module, name, None) for module in (kernels, row_kernels, late_kernels,
                                                       round_kernels))
-    function = next(kernel for kernel in found if kernel is not None)
+    function = next(kernel for kernel in found if kernel is not None).kernel
     flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
              "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
              "BULK": False, "HEADS": 4, "PRECISION": "tf32x3",
@@ -91,7 +91,7 @@ for head_dim in (32, 64, 128):
         flags = {"D": head_dim, "BM": 64, "BN": 64, "BG": 16, "BOUNDED": rich, "GLOBAL": rich,
                  "ROWS": not rich, "CAUSAL": rich, "num_warps": 4}
         signature, constants = {}, {}
-        for place, argument in enumerate(hopper.forward.arg_names):
+        for place, argument in enumerate(hopper.forward.kernel.arg_names):
             if argument in flags:
                 signature[argument] = "constexpr"
                 constants[(place,)] = flags[argument]
@@ -104,7 +104,7 @@ for head_dim in (32, 64, 128):
                 signature[argument] = "*" + pointer
             else:
                 signature[argument] = "fp32" if argument == "scale" else "i32"
-        source = GluonASTSource(hopper.forward, signature, constants)
+        source = GluonASTSource(hopper.forward.kernel, signature, constants)
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 

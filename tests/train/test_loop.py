@@ -20,8 +20,9 @@ from longspan.models import LongspanForCausalLM
 from longspan.recipes import find
 from longspan.recipes.shrink import shrink
 from longspan.tasks.charlm import CharLM
-from longspan.train import checkpoint
+from longspan.train import checkpoint, loop
 from longspan.train.loop import train
+from longspan.train.pace import Pace
 from longspan.train.recipe import Recipe, change
 
 # A window model with staged phases, dropout, Muon and parts; one with memories; and one whose
@@ -279,3 +280,19 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
     made = recipe("muon", steps=8, **{"phases.0.learning_rate": 1e18, "optimizer.clip": 0.0})
     with pytest.raises(FloatingPointError, match="lower learning rate"):
         go(made, tmp_path / "run")
+
+
+def test_compiling_is_not_training(tmp_path, monkeypatch):
+    """After steps in which torch compiled a graph the clock is set back to before them."""
+    compiled = iter([0, 0, 0, 0, 1, 1, 1])  # in the third step
+    monkeypatch.setattr(loop, "_graphs", lambda: next(compiled))
+    set_back, real = [], Pace.go
+
+    def note(self, seconds=None):
+        if seconds is not None:
+            set_back.append(self.step)
+        real(self, seconds)
+
+    monkeypatch.setattr(Pace, "go", note)
+    go(recipe("muon", steps=4, accumulate=1, save_every=0), tmp_path)
+    assert set_back == [0, 2]  # the first step of a phase may always compile

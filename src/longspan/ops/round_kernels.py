@@ -4,12 +4,15 @@ the keys that these have to look at."""
 import triton
 import triton.language as tl
 
+from longspan.ops.launch import remembered
+
 NEVER = tl.constexpr(-1e30)
 
 # Compiled once for all of these.
 COUNTS = ["number", "reach", "size", "keys"]
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def softmax(
     SCORES,
@@ -67,6 +70,7 @@ def softmax(
     tl.store(SUMS + mine, tl.where(alone, NEVER, largest + tl.log(total)), mask=row < size)
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "keys"])
 def softmax_backward(
     SHARES,

@@ -9,6 +9,7 @@ to the same losses.
 
 import json
 import math
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -115,7 +116,7 @@ def train(
             torch.manual_seed(_seed(recipe.seed, pace.step, accelerator.process_index))
             rate = learning_rate(recipe, place)
             set_learning_rate(optimizers, rate)
-            read = 0
+            read, graphs, seconds = 0, _graphs(), pace.seconds
             for part, rows in enumerate(shares[number]):
                 batch, anew = task.batch(number, pace.inside, rows)
                 read += _tokens(batch) * accelerator.num_processes
@@ -137,9 +138,9 @@ def train(
                 wrapped.step()
                 wrapped.zero_grad()
             refresh(plain)  # layers that keep more than weights
-            if pace.held:
+            if pace.held or _graphs() > graphs:
                 float(losses[-1])  # waits for the device, which may have had to be compiled for
-                pace.go()
+                pace.go(seconds)
             pace.advance(read)
             tokens += read
             done, after = pace.step, _agree(accelerator, pace)
@@ -261,6 +262,12 @@ def _shard_by_hand(plain: Any, accelerator: Accelerator) -> None:
 def _as_written() -> Any:
     """Evaluations and samples have lengths of their own: nothing is compiled for them."""
     return torch.compiler.set_stance("force_eager")
+
+
+def _graphs() -> int:
+    """How many torch has compiled in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
 
 
 def _agree(accelerator: Accelerator, pace: Pace) -> float:

@@ -13,8 +13,8 @@ class Pace:
     A place is measured in the recipe's steps. Without `minutes` it is the number of steps done.
     With `minutes` it is the share of that time that has passed: phases, learning rates and what
     is due "every so many steps" then follow the clock, however fast the machine is. The clock
-    counts training alone: it stands still in evaluations, while saving, and in the first step of
-    a phase, which may compile.
+    counts training alone: not evaluations, saving, the first step of a phase, nor others in which
+    something was compiled.
     """
 
     def __init__(self, recipe: Plan, known: Mapping[str, Any]) -> None:
@@ -45,7 +45,10 @@ class Pace:
         """Stop the clock."""
         self._seconds, self._since = self.seconds, None
 
-    def go(self) -> None:
+    def go(self, seconds: float | None = None) -> None:
+        """Let the clock run on, or again from so many seconds."""
+        if seconds is not None:
+            self._seconds = seconds
         self._since = time.monotonic()
 
     def enter(self, phase: int) -> None:

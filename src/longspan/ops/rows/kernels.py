@@ -21,6 +21,7 @@ Reading aids:
 import triton
 import triton.language as tl
 
+from longspan.ops.launch import remembered
 from longspan.ops.window.kernels import (
     FLOOR,
     is_kept,
@@ -89,6 +90,7 @@ def sees(STOP, batch, j, here, lowest, highest, n, BOUNDED: tl.constexpr):
     return ok
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def fold(
     HIDDEN, AT, Q_WEIGHT, Q_BIAS, K_WEIGHT, QUERY, FOLDED,
@@ -126,6 +128,7 @@ def fold(
         store_patch(FOLDED, row, live, c, folded, DIM, BK)
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def pool(
     FOLDED, HIDDEN, PART, PART_LSE, PART_MASS, START, STOP, AT, SEED,
@@ -197,6 +200,7 @@ def pool(
     tl.store(PART_MASS + to + row, kept * share, mask=row < rows)
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def merge(
     PART, PART_LSE, PART_MASS, WHOLE, WHOLE_LSE, WHOLE_MASS, rows, parts,
@@ -226,6 +230,7 @@ def merge(
     tl.store(WHOLE + to * DIM + column, tl.sum(tile, 0), mask=column < DIM)
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def project(
     PART, PART_LSE, PART_MASS, WEIGHT, BIAS, JOINED, OUT, LSE, MASS, many, slots, heads,
@@ -276,6 +281,7 @@ def project(
     store_rows(OUT + head * HEAD_DIM, m, heads * HEAD_DIM, live, out, HEAD_DIM, HD)
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def spread(
     GRAD, V_WEIGHT, V_BIAS, POOLED, MASS, FOLDED, SIDES, DELTA, DMASS, many, slots, heads,
@@ -316,6 +322,7 @@ def spread(
     tl.store(DELTA + to, delta, mask=live)
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def pool_backward(
     SIDES, HIDDEN, LSE, DELTA, DMASS, PART, PAIRS, START, STOP, AT, SEED,
@@ -384,6 +391,7 @@ def pool_backward(
         store_rows(PART + WIDE, row, DIM, row < rows, tl.trans(acc_rest), DIM - WIDE, NARROW)
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def weight_grads(
     HIDDEN, AT, DQUERY, QUERY, DFOLDED, GRAD, POOLED, MASS, DWEIGHT, DBIAS,
@@ -428,6 +436,7 @@ def weight_grads(
         tl.store(DBIAS + to, total.to(DBIAS.dtype.element_ty), mask=ok)
 
 
+@remembered
 @triton.jit(do_not_specialize=COUNTS)
 def return_rows(
     DQUERY, Q_WEIGHT, AT, DHIDDEN, at_batch, at_slot, n, many, slots,

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from longspan.ops.launch import remembered
+
 FLOOR = gl.constexpr(-1.0e30)
 NEVER = gl.constexpr(1 << 30)
 
@@ -126,6 +128,7 @@ def take_global(
     return acc, gl.convert_layout(new, peak.type.layout), gl.convert_layout(sum, peak.type.layout)
 
 
+@remembered
 @gluon.jit(do_not_specialize=["n", "heads", "group", "left", "right"])
 def forward(
     Q_TILES, K_TILES, V_TILES, OUT_TILES, K, V, LSE, START, STOP, HOLES, RANK, PLACES,

@@ -20,6 +20,8 @@ Reading aids:
 import triton
 import triton.language as tl
 
+from longspan.ops.launch import remembered
+
 # Finite, so that (-inf) - FLOOR stays -inf where inf - inf would be NaN.
 FLOOR = tl.constexpr(-1.0e30)
 # Beyond any member: where the window of a row that sees nothing begins.
@@ -224,6 +226,7 @@ def absorb(
     return acc, new, total
 
 
+@remembered
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def forward(
     Q, K, V, OUT, LSE, START, STOP, HOLES, RANK, PLACES, SEED, K_TILES, V_TILES,
@@ -333,6 +336,7 @@ def forward(
     pad_row(LSE + stream * lse_row, n, lse_row, float("inf"))
 
 
+@remembered
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def backward_query(
     Q, K, V, OUT, GRAD, LSE, DELTA, DQ, START, STOP, HOLES, RANK, PLACES, SEED, K_TILES, V_TILES,
@@ -438,6 +442,7 @@ def backward_query(
     store_rows(DQ, i, d_token, here, dq * factor, HEAD_DIM, D)
 
 
+@remembered
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def backward_key(
     Q, K, V, GRAD, LSE, DELTA, DK, DV, START, STOP, HOLES, RANK, PLACES, SEED, Q_TILES, GRAD_TILES,

@@ -4,6 +4,7 @@ the sequence and merged, or put in place as they were given. See `kernels` for r
 import triton
 import triton.language as tl
 
+from longspan.ops.launch import remembered
 from longspan.ops.window.kernels import (
     FLOOR,
     SOME_NUMBERS,
@@ -18,6 +19,7 @@ from longspan.ops.window.kernels import (
 )
 
 
+@remembered
 @triton.jit
 def put_rows(
     OUT, GIVEN, AT, given_batch, given_slot, given_head, at_batch, at_slot, n, heads,
@@ -55,6 +57,7 @@ def piece(lowest, highest, part, parts, BN: tl.constexpr):
     return begin, tl.minimum(begin + span, highest)
 
 
+@remembered
 @triton.jit(do_not_specialize=SOME_NUMBERS)
 def global_forward(
     Q, K, V, OUT, LSE, PART, PART_LSE, START, STOP, RANK, PLACES, SEED,
@@ -122,6 +125,7 @@ def global_forward(
             tl.store(PART_LSE + slot * parts + part, lse, mask=live)
 
 
+@remembered
 @triton.jit(do_not_specialize=["n", "heads", "splits"])
 def global_forward_merge(
     OUT, LSE, PART, PART_LSE, RANK, PLACES, n, lse_row, heads, splits,
@@ -150,6 +154,7 @@ def global_forward_merge(
             tl.store(LSE + stream * lse_row + i, peak + tl.log2(total))
 
 
+@remembered
 @triton.jit(do_not_specialize=SOME_NUMBERS)
 def global_backward(
     Q, K, V, GRAD, LSE, DELTA, DQ, DK, DV, PART, START, STOP, RANK, PLACES, SEED,
@@ -248,6 +253,7 @@ def global_backward(
                 store_rows(PART + 2 * splits * BM * D, where, D, live, dq * factor, D, D)
 
 
+@remembered
 @triton.jit(do_not_specialize=["n", "heads", "splits"])
 def global_backward_merge(
     DQ, DK, DV, PART, RANK, PLACES, d_token, n, heads, splits,

@@ -241,8 +241,11 @@ def _pointers(seen: Visibility, unused: Tensor) -> tuple[Tensor, ...]:
 
 
 def _heavy(query: Tensor, pattern: Pattern) -> bool:
-    """Whether a call keeps the GPU busy for long enough to hide the host's work on descriptors."""
-    return not query.is_cuda or query.numel() * (pattern.left + 1 + pattern.right) >= 1 << 32
+    """Whether a call keeps the GPU busy for long enough to hide the host's work on descriptors, or
+    is captured, so that the host works only once."""
+    if not query.is_cuda or query.numel() * (pattern.left + 1 + pattern.right) >= 1 << 34:
+        return True
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _bulk(*tensors: Tensor) -> bool:

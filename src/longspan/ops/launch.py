@@ -1,0 +1,49 @@
+"""Launching Triton's kernels with less work for the host.
+
+For every launch Triton looks at each argument to find out which of its compiled versions to take,
+and for short sequences that takes longer than the kernels. The same is found out here from a key
+that is quicker to make, and the version that Triton chose for it before is taken again.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from triton import JITFunction
+
+
+def remembered(kernel: Any) -> Any:
+    """The kernel, to be called as ever: arguments by position, constants by name."""
+    # Interpreted there is nothing to remember.
+    return _Remembered(kernel) if isinstance(kernel, JITFunction) else kernel
+
+
+class _Remembered:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._versions: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        key = (*map(_kind, args), *constants.items())
+        known = self._versions.get(key)
+        if known is None:
+            compiled = self.kernel[grid](*args, **constants)
+            names = self.kernel.arg_names[len(args) :]
+            self._versions[key] = compiled, tuple(constants[name] for name in names)
+            return
+        compiled, rest = known
+        compiled[(*grid, 1, 1)[:3]](*args, *rest)
+
+
+def _kind(argument: Any) -> Hashable:
+    """All that Triton compiles a version for: types, alignment, the number 1, the device."""
+    if type(argument) is int:
+        return argument == 1, argument & 15 == 0, argument.bit_length() > 31
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() & 15 == 0, argument.get_device()
+    base = getattr(argument, "base", None)  # of a tensor descriptor
+    return type(argument) if base is None else (base.dtype, *argument.block_shape)
