@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tasks.finetuned import QUIET, asked, recipe
 from torch.nn.functional import cross_entropy
 
@@ -129,7 +131,7 @@ def test_the_forms_of_answers():
     text = "The cat saw the Cat."
     both = ((4, 7), (16, 19))
     flat = {"text": text, "question": "who?"}
-    for given, spans in (
+    for told, spans in (
         ([{"text": "cat", "start": 4}], both[:1]),
         ([{"text": "cat", "answer_start": 4}, {"text": "Cat", "answer_start": 16}], both),
         ({"text": ["cat", "Cat"], "answer_start": [4, 16]}, both),
@@ -140,7 +142,7 @@ def test_the_forms_of_answers():
         (None, ()),
         ([], ()),
     ):
-        found, skipped = read({**flat, "answers": given})
+        found, skipped = read({**flat, "answers": told})
         assert found[0].spans == spans
         assert skipped == []
     named, _ = read({"body": text, "q": "who?", "a": "cat"}, text="body", question="q", answers="a")
@@ -181,6 +183,18 @@ def test_the_threshold_that_is_best():
     found = measure(questions, answers, "squad", 0.0)
     assert found["f1_answerable"] == 1.0
     assert found["f1_unanswerable"] == 0.5
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.sampled_from([-2.0, 0.0, 1.0, 3.0]))))
+def test_no_other_threshold_is_better(drawn):
+    """Nor where answers have the same margin, which no threshold tells apart."""
+    drawn = [(True, True, 1.0), *drawn]
+    questions = [question(["cat"] if has else []) for has, _, _ in drawn]
+    answers = [answer("cat" if right else "dog", margin) for _, right, margin in drawn]
+    best = best_threshold(questions, answers, "squad")
+    reached = measure(questions, answers, "squad", best)["f1"]
+    for other in (-3.0, -1.0, 0.5, 2.0, 4.0):
+        assert measure(questions, answers, "squad", other)["f1"] <= reached + 1e-9
 
 
 def test_triviaqa_takes_the_best_document():

@@ -122,17 +122,16 @@ def best_threshold(questions: Sequence[Question], answers: Sequence[Answer], sty
     order = np.argsort(-margins, kind="stable")
     total = np.concatenate([[0.0], np.cumsum(np.array(gains)[order])])
     bounds = np.concatenate([[np.inf], margins[order], [-np.inf]])
+    # Answers with the same margin are given together or not at all.
+    apart = bounds[1:] < bounds[:-1]
     found = []
-    for answered in np.flatnonzero(total == total.max()):
+    for answered in np.flatnonzero(apart & (total == total[apart].max())):
         above, below = bounds[answered], bounds[answered + 1]
         if below <= 0.0 < above:
             return 0.0
-        if below < above:
-            ends = [end for end in (below, above) if np.isfinite(end)]
-            middle = (
-                sum(ends) / 2 if len(ends) == 2 else ends[0] + (1.0 if above == np.inf else -1.0)
-            )
-            found.append(float(middle))
+        ends = [end for end in (below, above) if np.isfinite(end)]
+        middle = sum(ends) / 2 if len(ends) == 2 else ends[0] + (1.0 if above == np.inf else -1.0)
+        found.append(float(middle))
     return min(found, key=abs)
 
 
