@@ -14,7 +14,7 @@ from longspan.analyze.figures import BLUE, GREY, ORANGE
 from longspan.bench.drawing import look, save
 from longspan.bench.labels import End, label_ends
 from longspan.bench.report import make_table
-from longspan.tasks.positions import CONTROL, COPIED, HEAD, POSITIONS, RANDOM, SHORT, Study
+from longspan.tasks.positions import CONTROL, HEAD, POSITIONS, RANDOM, SHORT, Study
 
 _GREEN = "#009E73"
 _COLUMNS = ("", "bits/character", "bits/token", "Table 5, base", "updates", "tokens", "minutes")
@@ -101,26 +101,18 @@ def _draw_bars(axes: Axes, found: dict[str, Any]) -> None:
 
 
 def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
-    """Arms that go on from the short model; the others began with something else."""
-    ends, start = [], {arm["name"]: arm["bits_per_character"] for arm in found["arms"]}
+    """Arms that go on from the short model; the others began with something else. While training,
+    evaluations may read part of the text only, so that what all of it gave is no point here."""
+    ends = []
     for arm in found["arms"]:
         if not arm["curve"] or arm["name"] in (HEAD, SHORT):
             continue
-        before = start[SHORT] if arm["name"] == CONTROL else start[COPIED]
-        x, y = zip((0, before), *arm["curve"], strict=True)
+        x, y = zip(*arm["curve"], strict=True)
         style = "--" if arm["name"] == POSITIONS else "-"
         axes.plot(x, y, marker="o", linestyle=style, color=_colour(arm["name"]))
         ends.append(End(x[-1], y[-1], arm["name"], _colour(arm["name"])))
-    axes.axhline(start[SHORT], color=GREY, linewidth=1)
-    axes.annotate(
-        "short",
-        (0, start[SHORT]),
-        xytext=(2, 3),
-        textcoords="offset points",
-        color=GREY,
-        fontsize=8,
-    )
-    axes.set(title="While training", xlabel="updates", xlim=(0, axes.get_xlim()[1] * 1.3))
+    axes.set(title="While training", xlabel="updates", xlim=(0, axes.get_xlim()[1] * 1.45))
+    axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
     return ends

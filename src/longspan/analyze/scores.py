@@ -80,11 +80,17 @@ def draw(arms: list[dict[str, Any]], stem: Path) -> list[Path]:
     for arm in arms:
         tasks.setdefault((arm["recipe"]["name"], arm["measure"]), []).append(arm)
     with look():
-        columns = min(3, len(tasks))
-        lines = -(-len(tasks) // columns)
-        height = 0.9 + 0.32 * max(map(len, tasks.values()))
-        figure = Figure(figsize=(3.4 * columns + 0.6, height * lines))
-        panels = figure.subplots(lines, columns, squeeze=False).flatten()
+        columns = min(2, len(tasks))
+        sizes = list(map(len, tasks.values()))
+        # In inches: a line is as high as its longest panel needs.
+        heights = [
+            1.1 + 0.32 * max(sizes[first : first + columns])
+            for first in range(0, len(sizes), columns)
+        ]
+        figure = Figure(figsize=(4.6 * columns, sum(heights)))
+        panels = figure.subplots(
+            len(heights), columns, squeeze=False, height_ratios=heights
+        ).flatten()
         for unused in panels[len(tasks) :]:
             unused.set_visible(False)
         for axes, ((task, measure), own) in zip(panels, tasks.items(), strict=False):
@@ -93,9 +99,9 @@ def draw(arms: list[dict[str, Any]], stem: Path) -> list[Path]:
                 axes.plot(scores, [place] * len(scores), "o", color=BLUE, alpha=0.5, ms=5)
                 mean = arm["test"][measure]["mean"]
                 axes.plot([mean, mean], [place - 0.3, place + 0.3], color=ORANGE, lw=2)
-            axes.set_yticks(range(len(own)), [arm["name"] for arm in own])
+            axes.set_yticks(range(len(own)), [arm["name"].removeprefix(f"{task}-") for arm in own])
             axes.set_ylim(len(own) - 0.5, -0.5)
-            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.margins(x=0.1)
             axes.set_title(f"{task}: {measure.replace('_', ' ')}, test")
         figure.tight_layout(w_pad=2.0, h_pad=1.5)
