@@ -28,22 +28,30 @@ class _Remembered:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        key = (*map(_kind, args), *constants.items())
-        known = self._versions.get(key)
+        # All that Triton compiles a version for: types, alignment, the number 1, constants, and,
+        # since a version is loaded there, the device.
+        key: list[Hashable] = [*constants.items()]
+        plain = []  # tensors as addresses, which the launcher need not ask them and the driver for
+        for one in args:
+            if isinstance(one, Tensor):
+                address = one.data_ptr()
+                key += one.dtype, one.get_device(), address & 15 == 0
+                plain.append(address)
+            else:
+                key += _kind(one)
+                plain.append(one)
+        known = self._versions.get(tuple(key))
         if known is None:
             compiled = self.kernel[grid](*args, **constants)
             names = self.kernel.arg_names[len(args) :]
-            self._versions[key] = compiled, tuple(constants[name] for name in names)
+            self._versions[tuple(key)] = compiled, tuple(constants[name] for name in names)
             return
         compiled, rest = known
-        compiled[(*grid, 1, 1)[:3]](*args, *rest)
+        compiled[(*grid, 1, 1)[:3]](*plain, *rest)
 
 
-def _kind(argument: Any) -> Hashable:
-    """All that Triton compiles a version for: types, alignment, the number 1, the device."""
+def _kind(argument: Any) -> tuple[Hashable, ...]:
     if type(argument) is int:
         return argument == 1, argument & 15 == 0, argument.bit_length() > 31
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() & 15 == 0, argument.get_device()
     base = getattr(argument, "base", None)  # of a tensor descriptor
-    return type(argument) if base is None else (base.dtype, *argument.block_shape)
+    return (type(argument),) if base is None else (base.dtype, *argument.block_shape)
