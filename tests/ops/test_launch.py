@@ -1,5 +1,7 @@
 """A version that Triton has chosen is taken again for calls it would choose the same for, only."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from triton import JITFunction
@@ -64,3 +66,34 @@ def test_what_triton_compiles_anew_is_not_taken_from_memory(change):
     call(fast, **{**first, **change})
     assert len(kernel.compiled) == 2
     assert not kernel.launched
+
+
+class Elsewhere(torch.Tensor):
+    def get_device(self):
+        return 1
+
+
+def test_kernels_run_where_their_tensors_are(monkeypatch):
+    """Also on a GPU that is not the current one; versions are not taken from one to the other."""
+    current, seen = [0], []
+
+    @contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    class Watched(Kernel):
+        def __getitem__(self, grid):
+            seen.append((current[-1], len(grid)))
+            return super().__getitem__(grid)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    fast = remembered(Watched())
+    for x in (torch.zeros(8), torch.zeros(8).as_subclass(Elsewhere)):
+        call(fast, x)
+        call(fast, x)
+    # Compiled by a call with a grid of two, launched by one of three.
+    assert seen == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert current == [0]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import JITFunction
 
@@ -28,14 +29,20 @@ class _Remembered:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        device = next((one.get_device() for one in args if isinstance(one, Tensor)), -1)
+        if device >= 0 and device != torch.cuda.current_device():
+            # Triton launches on the current device, wherever the tensors are.
+            with torch.cuda.device(device):
+                self._launch(grid, *args, **constants)
+            return
         # All that Triton compiles a version for: types, alignment, the number 1, constants, and,
         # since a version is loaded there, the device.
-        key: list[Hashable] = [*constants.items()]
+        key: list[Hashable] = [device, *constants.items()]
         plain = []  # tensors as addresses, which the launcher need not ask them and the driver for
         for one in args:
             if isinstance(one, Tensor):
                 address = one.data_ptr()
-                key += one.dtype, one.get_device(), address & 15 == 0
+                key += one.dtype, address & 15 == 0
                 plain.append(address)
             else:
                 key += _kind(one)
