@@ -1,15 +1,15 @@
 """HotpotQA's paragraphs put in order: those closest to the question first, by a checkpoint's own
 embeddings, and no more than so many of them.
 
-    python bench/tasks/closest.py MODEL IN.jsonl.xz OUT.jsonl [KEEP]
+    python bench/tasks/closest.py MODEL IN.jsonl.xz OUT.jsonl [--keep 5]
 
 A first stage that needs no training, for a checkpoint that was made to embed: questions and
 paragraphs are read apart, their first tokens' last states compared. Right answers are not looked
 at, so that what is left out counts as not found.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from longspan.data.tables import read_rows
+from longspan.tasks.start import find_source
 from longspan.train.checkpoint import write_text
 
 _AT_ONCE = 64
+_COLUMNS = ("question", "context", "supporting_facts")
 
 
 @torch.no_grad()
@@ -41,11 +43,27 @@ def embed(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     return found / found.norm(dim=1, keepdim=True)
 
 
-def main(source: str, path: str, target: str, keep: str = "5") -> None:
+def read(path: str) -> list[dict[str, Any]]:
+    rows = [dict(row.values) for row in read_rows(path)]
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    for number, row in enumerate(rows, 1):
+        missing = [name for name in _COLUMNS if name not in row]
+        if missing:
+            raise ValueError(f"{path}, row {number}: there is no {missing[0]!r}, as HotpotQA has")
+    return rows
+
+
+def main(source: str, path: str, target: Path, keep: int = 5) -> None:
+    if keep < 1:
+        raise ValueError(f"--keep {keep}: at least one paragraph has to be kept")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent} is no folder: make it first")
+    rows = read(path)
+    source = find_source(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModel.from_pretrained(source, dtype=torch.float32).eval().to(device)
-    rows = [dict(row.values) for row in read_rows(path)]
     questions = embed(model, tokenizer, [row["question"] for row in rows])
     texts = [f"{title} {''.join(said)}" for row in rows for title, said in row["context"]]
     paragraphs = embed(model, tokenizer, texts).split([len(row["context"]) for row in rows])
@@ -53,12 +71,23 @@ def main(source: str, path: str, target: str, keep: str = "5") -> None:
     for row, question, own in zip(rows, questions, paragraphs, strict=True):
         facts = {title for title, _ in row["supporting_facts"]}
         relevant += sum(title in facts for title, _ in row["context"])
-        order = (own @ question).argsort(descending=True)[: int(keep)].tolist()
+        order = (own @ question).argsort(descending=True)[:keep].tolist()
         row["context"] = [row["context"][place] for place in order]
         kept += sum(title in facts for title, _ in row["context"])
-    write_text(Path(target), "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(target, "".join(json.dumps(row) + "\n" for row in rows))
     print(f"{target}: {kept} of {relevant} paragraphs that matter are kept")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="the checkpoint: a folder or a hub name")
+    parser.add_argument("rows", help="HotpotQA's questions, as JSON lines")
+    parser.add_argument("target", type=Path, help="where to write them, as JSON lines")
+    parser.add_argument("--keep", type=int, default=5, help="paragraphs of each question, 5")
+    given = parser.parse_args()
+    try:
+        main(given.model, given.rows, given.target, given.keep)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
