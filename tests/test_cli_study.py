@@ -106,6 +106,7 @@ def test_positions(text, tmp_path):
         ),
         (["study", "summaries"], "give --data FILE"),
         (["study", "summaries", "--lengths", "1K"], "--lengths 1K: give numbers"),
+        (["study", "summaries", "--lengths", "64,0"], "at least one token has to be read"),
         (["study", "summaries", "--only", "1K"], "choose with --lengths"),
         (["study", "lra-list"], "did you mean lra-listops"),
         (["study", "lra-text"], "give --data"),

@@ -229,6 +229,8 @@ def _summaries(
         read = LENGTHS if lengths is None else [int(one) for one in lengths.split(",")]
     except ValueError:
         raise ValueError(f"--lengths {lengths}: give numbers, e.g. 1024,16384") from None
+    if min(read) < 1:
+        raise ValueError(f"--lengths {lengths}: at least one token has to be read")
     console = console_for_logs()
     recipe, sizes = scratch(), {}
     if small:

@@ -49,6 +49,14 @@ def test_what_was_measured_comes_in_by_itself(tmp_path: Path) -> None:
     assert any("transformers BigBird | 0.50" in line for line in made)
 
 
+def test_a_folder_without_results_leaves_the_page_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\nmeasured\n{END}\n")
+    with pytest.raises(ValueError, match=r"has none of family-cpu\.json"):
+        write(page, tmp_path / "elsewhere")
+    assert "measured" in page.read_text()
+
+
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{BEGIN}\n")

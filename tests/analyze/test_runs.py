@@ -77,6 +77,11 @@ def test_runs_measured_apart_are_joined(found, runs, tmp_path):
     assert measure(copies, Probe(), say=said.append) == found
     assert said == [f"measured before: {name}" for name in NAMES]
     known = json.loads((copies[1] / "measured.json").read_text())
+    for commit, whole in (("abc", "abc"), (None, None)):
+        for copy in copies:
+            own = json.loads((copy / "measured.json").read_text()) | {"commit": commit}
+            (copy / "measured.json").write_text(json.dumps(own))
+        assert measure(copies, Probe())["commit"] == whole
     known["probe"]["limit"] += 1
     (copies[1] / "measured.json").write_text(json.dumps(known))
     with pytest.raises(ValueError, match="rival-xl was measured by"):

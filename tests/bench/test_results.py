@@ -84,3 +84,10 @@ def test_an_unknown_benchmark_is_named(tmp_path: Path) -> None:
     Results(make_header(benchmark="others")).save(path)
     with pytest.raises(ValueError, match="no benchmark is called 'others'"):
         load(path)
+
+
+def test_a_file_without_points_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text('{"runs": []}')
+    with pytest.raises(ValueError, match="it has no 'points'"):
+        load(path)

@@ -117,6 +117,19 @@ def test_arms_side_by_side_are_those_one_after_the_other(tmp_path):
     assert bits[0] == pytest.approx(bits[1])
 
 
+@pytest.mark.parametrize(
+    ("masked", "arm", "advice"),
+    [
+        (True, COPIED, "run --only short first"),
+        (False, TRAINED, "run --only head --only short first"),
+        (False, SHORT, "run --only head --only short first"),
+    ],
+)
+def test_an_arm_says_what_has_to_come_before_it(tmp_path, masked, arm, advice):
+    with pytest.raises(ValueError, match=f"the arm {arm} starts from .*: {advice}"):
+        study(toy(tmp_path, masked), tmp_path / "study", QUIET, [arm])
+
+
 def test_arms_read_as_many_tokens(tmp_path):
     made = toy(tmp_path, masked=False)
     arms = plan(made, tmp_path, 24, headless=True)

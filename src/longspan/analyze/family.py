@@ -7,7 +7,7 @@ family-cpu.json and family-cuda.json of `longspan bench family`, lra-listops.jso
 of `longspan study`, and causal.json, the runs.json of `longspan study causal` or `plot`.
 """
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,12 @@ from longspan.train.checkpoint import read_json, write_text
 BEGIN = "<!-- from bench/results, by python -m longspan.analyze.family -->"
 END = "<!-- up to here -->"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+SOURCES = (
+    *(f"family-{device}.json" for device in DEVICES),
+    "lra-listops.json",
+    "lra-text.json",
+    "causal.json",
+)
 KIND = "forward+backward"
 Scores = dict[str, str]
 _CAUSAL = ("dense", "window", "performer", "bp", "reformer", "routing")  # in a row of their own
@@ -64,6 +70,8 @@ ROWS = {
 
 def render(folder: Path) -> str:
     """Everything between the marks."""
+    if not any((folder / name).exists() for name in SOURCES):
+        raise ValueError(f"{folder} has none of {', '.join(SOURCES)}: there is nothing to tell")
     results = {d: load(path) for d in DEVICES if (path := folder / f"family-{d}.json").exists()}
     parts = [
         _paragraph(_table(_kinds(folder, results))),
@@ -209,4 +217,11 @@ def write(page: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(prog="python -m longspan.analyze.family")
+    parser.add_argument("page", type=Path, help="docs/results/family.md")
+    parser.add_argument("folder", type=Path, help="where the results files are: bench/results")
+    given = parser.parse_args()
+    try:
+        write(given.page, given.folder)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))

@@ -148,7 +148,9 @@ def _join(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "probe": one["probe"],
         "machine": " / ".join(dict.fromkeys(own["machine"] for own in measured.values())),
         "versions": one["versions"],
-        "commit": " / ".join(dict.fromkeys(str(own["commit"]) for own in measured.values())),
+        # A copy without git knows no commit.
+        "commit": " / ".join(dict.fromkeys(o["commit"] for o in measured.values() if o["commit"]))
+        or None,
     }
 
 

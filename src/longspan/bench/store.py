@@ -101,6 +101,8 @@ def load(path: Path) -> Results:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         # Decoding errors carry the whole file along.
         why = "not JSON" if isinstance(error, UnicodeDecodeError) else repr(error)
+        if isinstance(error, KeyError):
+            why = f"it has no {error}"
         raise ValueError(f"{path} is damaged, or not written by `longspan bench` ({why})") from None
     return results
 

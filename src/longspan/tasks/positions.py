@@ -110,6 +110,7 @@ def study(
     for name, own in plan(recipe, output, short, headless).items():
         if only and name not in only:
             continue
+        _check_start(own, output, [HEAD, SHORT] if headless else [SHORT])
         console.rule(KINDS[name].label)
         task = MaskedLM(own, None if task is None else task.documents)
         trains = name not in (RANDOM, COPIED) and (headless or name != SHORT)
@@ -168,6 +169,16 @@ def plan(recipe: Finetuning, output: Path, short: int, headless: bool) -> dict[s
 
 def _start(recipe: Finetuning, folder: Path) -> Finetuning:
     return replace(recipe, model=replace(recipe.model, source=str(folder)))
+
+
+def _check_start(recipe: Finetuning, output: Path, first: list[str]) -> None:
+    """A folder that is not there would be looked for on the hub."""
+    start = Path(str(recipe.model.source))
+    if start.parent == output and not start.exists():
+        flags = " ".join(f"--only {name}" for name in first)
+        raise ValueError(
+            f"the arm {recipe.name} starts from {start}, which is not there yet: run {flags} first"
+        )
 
 
 def make_narrow(source: str, folder: Path, window: int) -> None:
