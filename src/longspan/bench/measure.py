@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from longspan import graphs
 from longspan.bench.benchmark import (
     OUT_OF_MEMORY,
     Case,
@@ -113,37 +114,21 @@ class _Replay:
 
 def _capture(run: Any, workload: Workload, passes: int) -> _Replay | None:
     """The passes as one CUDA graph, or None if it turns out that they cannot be one."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    # A capture that fails half-way keeps its memory for good, so that later points find too little.
-    # What usually makes one fail is waiting for the device: that is looked for first.
-    before = torch.cuda.get_sync_debug_mode()
+
+    def one() -> None:
+        workload.clear()
+        run()
+
+    def all_of_them() -> None:
+        for _ in range(passes):
+            one()
+
     try:
-        with torch.cuda.stream(aside):
-            for mode in ("default", "error"):
-                torch.cuda.set_sync_debug_mode(mode)
-                workload.clear()
-                run()
+        graphs.rehearse(one)
+        graph, _ = graphs.record(all_of_them)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        return None
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for _ in range(passes):
-                workload.clear()
-                run()
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        torch.cuda.synchronize()
-        # Its state still believes in the capture and would refuse to draw another number.
-        fresh = torch.Generator("cuda").manual_seed(0)
-        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
         return None
     return _Replay(graph, passes)
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from longspan.models.capture import capture, release
 from longspan.models.config import LongspanConfig
 from longspan.models.coreference import LongspanForCoreference
 from longspan.models.decoder import DecoderState, LongspanForCausalLM
@@ -50,9 +51,11 @@ __all__ = [
     "LongspanSeq2SeqConfig",
     "Packing",
     "Sampler",
+    "capture",
     "explain_global",
     "pad",
     "quantize",
+    "release",
     "unpad",
 ]
 

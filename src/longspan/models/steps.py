@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
+from longspan import graphs
+
 # Capturing takes as long as some ten steps launched from Python; shorter texts are not worth it.
 _WORTH = 32
 _WARM = 2  # steps before the capture: whatever is set up on first use is set up by then
@@ -104,18 +106,9 @@ class StepCache(EncoderDecoderCache):
         return self._scores.clone()  # the next replay writes there
 
     def _capture(self, write: Callable[[Tensor], Tensor]) -> torch.cuda.CUDAGraph:
-        graph, count = torch.cuda.CUDAGraph(), self.self_attention_cache.count
-        # Weights that autocast keeps in half precision would be gone when it ends.
-        half = torch.autocast(
-            "cuda",
-            torch.get_autocast_dtype("cuda"),
-            enabled=torch.is_autocast_enabled("cuda"),
-            cache_enabled=False,
-        )
-        # Of several devices, the one that the model is on. Other threads, such as one that prints
-        # the text, may go on using it.
-        on_device = torch.cuda.device(self._token.device)
-        with half, on_device, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._scores = write(self._token)
+        count = self.self_attention_cache.count
+        # Of several devices, the one that the model is on.
+        with torch.cuda.device(self._token.device):
+            graph, self._scores = graphs.record(lambda: write(self._token))
         self.self_attention_cache.count = count  # a capture computes nothing yet
         return graph

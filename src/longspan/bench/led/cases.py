@@ -61,7 +61,7 @@ def gpu_suite(dtype: str) -> list[Job]:
     beams = replace(base, beams=4)
     others = around(base, lengths=(4096, 8192, 32_768), targets=(64, 512, 1024))
     return [
-        Job(base, _RIVALS, STEP),
+        Job(base, ("longspan", "longspan-captured", "led"), STEP),
         Job(beams, _RIVALS, FORWARD),
         *(Job(case, (name,), STEP) for name in _RIVALS for case in others),
         Job(replace(base, tokens=4096, beams=4), _RIVALS, FORWARD),

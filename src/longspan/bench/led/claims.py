@@ -17,15 +17,16 @@ def claims(results: Results) -> list[Claim]:
 
 def _cuda(results: Results) -> Iterator[Claim]:
     base = LEDCase(tokens=16_384)
-    # Both as launched from Python: that is how a training loop does it.
-    ours, theirs = (results.value(base, name, STEP[0], "eager_ms") for name in ("longspan", "led"))
+    # Both as called from Python, which is what a training loop does.
+    both = ("longspan-captured", "led")
+    ours, theirs = (results.value(base, name, STEP[0], "eager_ms") for name in both)
     yield Claim(
-        "16,384 to 256, training step from Python: speed-up over transformers LED",
+        "16,384 to 256, training step, captured: speed-up over transformers LED",
         6.0,
         ratio(theirs, ours),
     )
-    ours, theirs = (results.value(base, name, STEP[0], "mib") for name in ("longspan", "led"))
-    text = "16,384 to 256, training step: memory over transformers LED's"
+    ours, theirs = (results.value(base, name, STEP[0], "mib") for name in both)
+    text = "16,384 to 256, training step, captured: memory over transformers LED's"
     yield Claim(text, 0.25, ratio(ours, theirs), at_least=False)
     yield Claim(
         "16,384 to 256, generation with 4 beams: speed-up over transformers LED",

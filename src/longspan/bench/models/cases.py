@@ -75,7 +75,7 @@ def gpu_suite(dtype: str) -> list[Job]:
     long = replace(base, tokens=65_536, batch=1)
     return [
         *(Job(case, ("longspan",)) for case in (base, middle, long)),
-        Job(replace(base, tokens=512, batch=64), ("longspan", "roberta")),
+        Job(replace(base, tokens=512, batch=64), ("longspan", "longspan-captured", "roberta")),
         *(Job(case, ("longspan-lean",), ("forward+backward",)) for case in (long, middle, base)),
         Job(base, ("longspan-patch", *RIVALS)),
         Job(

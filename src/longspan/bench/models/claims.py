@@ -42,11 +42,11 @@ def _cuda(results: Results) -> Iterator[Claim]:
     yield _memory_claim(results, longest, "longspan", 100.0, text)
     short = replace(base, tokens=512, batch=64)
     for kind in PASSES:
-        # Transformers' model cannot be captured, so both are taken as launched from Python.
-        ours, theirs = (
-            results.value(short, name, kind, "eager_ms") for name in ("longspan", "roberta")
-        )
-        text = f"512 x 64, {kind}, from Python: time over dense RoBERTa's"
+        # Both as called from Python. Ours is captured, as transformers' model cannot be; its layers
+        # are few launches, which keep ahead of the GPU.
+        both = ("longspan-captured", "roberta")
+        ours, theirs = (results.value(short, name, kind, "eager_ms") for name in both)
+        text = f"512 x 64, {kind}, captured: time over dense RoBERTa's"
         yield Claim(text, 1.05, ratio(ours, theirs), at_least=False)
     for kind in PASSES:
         yield Claim(

@@ -129,6 +129,15 @@ def _longspan(case: ModelCase, device: torch.device) -> Workload:
     return _our_workload(case, _ours(case, device), device)
 
 
+@contender("longspan-captured", "longspan, captured", devices=("cuda",))
+def _longspan_captured(case: ModelCase, device: torch.device) -> Workload:
+    """As a user has it: `longspan.capture(model)`, called from Python."""
+    from longspan.models import capture
+
+    workload = _our_workload(case, capture(_ours(case, device)), device)
+    return replace(workload, waits=True)  # no graph contains another
+
+
 @contender("longspan-bfloat16", "longspan, bfloat16", devices=("cpu",))
 def _longspan_bfloat16(case: ModelCase, device: torch.device) -> Workload:
     """In turns with the same model in float32."""

@@ -1,0 +1,277 @@
+"""A model whose calls are one launch each, for steps so short that Python is slower than a GPU."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from longspan import graphs
+from longspan.layers.observing import Observing
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_SIMPLE = (bool, int, float, str, type(None))
+_REMEMBERED = 256  # kinds of calls that were made once
+
+
+def capture(model: Model, *, most: int = 4) -> Model:
+    """Record what a call of the model launches on a GPU, forward and backward, and launch it as a
+    whole from then on; returns the same object.
+
+    A call is recorded the second time that tensors of its shapes come, once for each of the `most`
+    first kinds of call: shapes, options, training or not, with gradients or without, precision.
+    All others run as ever, as do all calls on a CPU and those that cannot be recorded, which a
+    warning tells. Outputs and gradients are the same, dropout included. Compile before, call
+    optimisers and losses as usual, and mind that
+
+    - the backward pass of a call has to come before the next call;
+    - where a loss comes out, gradients flow from it alone;
+    - gradients are written over by the next backward pass, unless they are to be added to;
+    - activations stay allocated, for every kind of call;
+    - whoever changes the model itself, its windows say, calls `release` and `capture` again.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"capture takes a model, got {type(model).__name__}")
+    if most < 1:
+        raise ValueError(f"most={most} must be at least 1")
+    if any(isinstance(module, Observing) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has layers that look at every batch to move their centroids, "
+            "which a recording would leave out: it cannot be captured"
+        )
+    release(model)
+    model.forward = _Captured(model, most)
+    return model
+
+
+def release(model: Model) -> Model:
+    """Forget the recordings of a captured model, and their memory; returns the same object."""
+    own: Any = vars(model).get("forward")
+    if isinstance(own, _Captured):
+        del model.forward
+        if own.instance:
+            model.forward = own.plain
+    return model
+
+
+class _Captured:
+    """In place of a model's `forward`."""
+
+    def __init__(self, model: nn.Module, most: int) -> None:
+        self.model, self.most = model, most
+        self.instance = "forward" in vars(model)  # someone else's wrapper, to be put back
+        self.plain = model.forward
+        functools.update_wrapper(self, self.plain)
+        self._weights: list[Tensor] = []
+        self._where: list[tuple[int, bool]] = []
+        self._seen: set[Hashable] = set()
+        self._recordings: dict[Hashable, _Recording | None] = {}
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        call = _Call.of(args, options)
+        if call is None:
+            return self.plain(*args, **options)
+        self._look_at_weights()
+        key = (
+            *call.key,
+            self.model.training,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        )
+        recording = self._recordings.get(key)
+        if recording is None:
+            if key in self._recordings or len(self._recordings) >= self.most:
+                return self.plain(*args, **options)
+            if key not in self._seen:
+                if len(self._seen) >= _REMEMBERED:
+                    self._seen.clear()
+                self._seen.add(key)
+                return self.plain(*args, **options)
+            recording = self._recordings[key] = self._record(call)
+            if recording is None:
+                return self.plain(*args, **options)
+        return recording(call.tensors)
+
+    def _look_at_weights(self) -> None:
+        """Forget what was recorded of weights that are elsewhere now, or learn otherwise."""
+        where = [(weight.data_ptr(), weight.requires_grad) for weight in self._weights]
+        if not where or where != self._where:
+            self._weights = [*self.model.parameters(), *self.model.buffers()]
+            self._where = [(weight.data_ptr(), weight.requires_grad) for weight in self._weights]
+            self._recordings.clear()
+
+    def _record(self, call: "_Call") -> "_Recording | None":
+        learning = [w for w in self._weights if w.requires_grad and torch.is_grad_enabled()]
+        try:
+            with graphs.trying(call.tensors[0].device):
+                return _Recording(functools.partial(call.make, self.plain), call.tensors, learning)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"a call was not captured and runs as ever: {reason}", stacklevel=5)
+            return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain, memo)  # the copy has other weights
+
+
+class _Call(NamedTuple):
+    """The tensors of a call, how to make it with others, and all else that distinguishes it."""
+
+    tensors: list[Tensor]
+    make: Callable[[Callable[..., Any], Sequence[Tensor]], Any]
+    key: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], options: dict[str, Any]) -> "_Call | None":
+        """None for calls that are never recorded: without a GPU, or with more than tensors."""
+        names, given = list(options), [*args, *options.values()]
+        at = [place for place, one in enumerate(given) if isinstance(one, Tensor)]
+        tensors = [given[place] for place in at]
+        if not at or not all(isinstance(one, (Tensor, *_SIMPLE)) for one in given):
+            return None
+        if not graphs.possible(tensors):
+            return None
+        key: list[Hashable] = [len(args), *names]
+        for one in given:
+            if isinstance(one, Tensor):
+                key.append((one.shape, one.dtype, one.device, one.requires_grad))
+            else:
+                key.append((type(one), one))
+
+        def make(forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+            others = list(given)
+            for place, tensor in zip(at, tensors, strict=True):
+                others[place] = tensor
+            options = zip(names, others[len(args) :], strict=True)
+            return forward(*others[: len(args)], **dict(options))
+
+        return cls(tensors, make, tuple(key))
+
+
+class _Recording:
+    """One kind of call: tensors that stay where they are, and graphs that read and fill them."""
+
+    def __init__(
+        self,
+        forward: Callable[[Sequence[Tensor]], Any],
+        tensors: Sequence[Tensor],
+        weights: list[Tensor],
+    ) -> None:
+        self.given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        self.weights = weights
+        self.calls = 0
+        wanted = [*(t for t in self.given if t.requires_grad), *weights]
+        graphs.rehearse(lambda: _gradients(_found(forward(self.given)), wanted, None))
+        pool = graphs.new_pool()
+        self._forward, found = graphs.record(lambda: _found(forward(self.given)), pool)
+        self.leaves, self.spec, self.learned = found
+        self.cotangents = [torch.zeros_like(self.leaves[at]) for at in self.learned]
+        self.found: list[Tensor | None] = []
+        if self.learned:
+            backward = functools.partial(_gradients, found, wanted, self.cotangents)
+            self._backward, self.found = graphs.record(backward, pool)
+        # Nothing else remembers the graph of autograd, whose tensors the recordings keep.
+        self.leaves = [one.detach() if isinstance(one, Tensor) else one for one in self.leaves]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        if self.learned:
+            made = iter(_Replay.apply(self, *tensors, *self.weights))
+        else:
+            made = iter(self.read(tensors))
+        leaves = [next(made) if isinstance(one, Tensor) else one for one in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of what comes out: the next replay writes there."""
+        self.calls += 1
+        for own, tensor in zip(self.given, tensors, strict=True):
+            own.detach().copy_(tensor)
+        self._forward.replay()
+        return [one.clone() for one in self.leaves if isinstance(one, Tensor)]
+
+    def learn(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of inputs and weights, where they lie: the next replay writes there."""
+        for own, cotangent in zip(self.cotangents, cotangents, strict=True):
+            if cotangent is None:
+                own.zero_()
+            else:
+                own.copy_(cotangent)
+        found = iter(self.found)
+        given = [next(found) if one.requires_grad else None for one in self.given]
+        learned = list(found)
+        for weight, gradient in zip(self.weights, learned, strict=True):
+            # That of an earlier call, to be added to, may lie just there.
+            grad: Any = weight.grad
+            if grad is not None and gradient is not None and _same_place(grad, gradient):
+                weight.grad = grad.clone()
+        self._backward.replay()
+        kept = [None if one is None else one.clone() for one in given]
+        return [*kept, *(None if one is None else one.detach() for one in learned)]
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
+class _Found(NamedTuple):
+    """What a call returned: its parts, how they belong together, and which have gradients."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    learned: list[int]
+
+
+def _found(made: Any) -> _Found:
+    leaves, spec = tree_flatten(made)
+    for one in leaves:
+        if not isinstance(one, (Tensor, *_SIMPLE)):
+            raise RuntimeError(f"it returns a {type(one).__name__}, which has memory of its own")
+    learned = [n for n, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
+    loss = getattr(made, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        learned = [n for n in learned if leaves[n] is loss]
+    return _Found(leaves, spec, learned)
+
+
+def _gradients(
+    found: _Found, wanted: list[Tensor], cotangents: list[Tensor] | None
+) -> list[Tensor | None]:
+    outputs = [found.leaves[at] for at in found.learned]
+    if not outputs:
+        return []
+    if cotangents is None:
+        cotangents = [torch.zeros_like(one) for one in outputs]
+    return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recording: _Recording, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made = recording.read(tensors[: len(recording.given)])
+        ctx.recording, ctx.call = recording, recording.calls
+        ctx.set_materialize_grads(False)
+        places = [n for n, one in enumerate(recording.leaves) if isinstance(one, Tensor)]
+        ctx.learned = [number for number, at in enumerate(places) if at in recording.learned]
+        others = [one for number, one in enumerate(made) if number not in ctx.learned]
+        ctx.mark_non_differentiable(*others)
+        return tuple(made)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        recording: _Recording = ctx.recording
+        if ctx.call != recording.calls:
+            raise RuntimeError(
+                "the captured model was called again before this backward pass, and has written "
+                "over what it needs: call backward after each call, or longspan.release(model)"
+            )
+        found = recording.learn([gradients[number] for number in ctx.learned])
+        return None, *found

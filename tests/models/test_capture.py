@@ -1,0 +1,275 @@
+"""Captured models give what they gave before: on a GPU by CUDA graphs, elsewhere with stand-ins for
+graphs that compute again, into the same memory, what they recorded."""
+
+import copy
+import inspect
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan
+from longspan.models import LongspanConfig, LongspanForMaskedLM, LongspanForSequenceClassification
+
+# The module, which its function hides.
+MODULE: Any = import_module("longspan.models.capture")
+
+
+class Forward:
+    def __init__(self, run: Any) -> None:
+        self.run, self.replays, self.learns = run, 0, torch.is_grad_enabled()
+        self.made = self.last = run()
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.set_grad_enabled(self.learns):
+            self.last = self.run()
+        _fill(self.made.leaves, self.last.leaves)
+
+
+class Backward:
+    def __init__(self, forward: Forward, run: Any) -> None:
+        self.forward, self.run = forward, run
+        self.made = run()
+
+    def replay(self) -> None:
+        _, wanted, cotangents = self.run.args
+        _fill(self.made, MODULE._gradients(self.forward.last, wanted, cotangents))
+
+
+def _fill(old: list[Any], new: list[Any]) -> None:
+    for one, other in zip(old, new, strict=True):
+        if isinstance(one, Tensor):
+            one.detach().copy_(other.detach())
+
+
+class Graphs:
+    """In place of `longspan.graphs`, where there is no GPU."""
+
+    def __init__(self) -> None:
+        self.forwards: list[Forward] = []
+        self.waits = False
+
+    def possible(self, tensors: Any) -> bool:
+        return True
+
+    def trying(self, device: Any) -> Any:
+        return torch.random.fork_rng(devices=())
+
+    def rehearse(self, run: Any) -> None:
+        if self.waits:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        run()
+
+    def new_pool(self) -> None: ...
+
+    def record(self, run: Any, pool: Any) -> tuple[Any, Any]:
+        if getattr(run, "func", None) is MODULE._gradients:
+            graph: Any = Backward(self.forwards[-1], run)
+        else:
+            graph = Forward(run)
+            self.forwards.append(graph)
+        return graph, graph.made
+
+
+@pytest.fixture
+def graphs(device, monkeypatch):
+    """None on a GPU: the real ones are used."""
+    if device.type == "cuda":
+        return None
+    made = Graphs()
+    monkeypatch.setattr(MODULE, "graphs", made)
+    return made
+
+
+def build(device: torch.device, kind: Any = LongspanForMaskedLM, dropout: float = 0.0) -> Any:
+    config = LongspanConfig(
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=66,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        attention={"window": 8},
+        max_global_tokens=1,
+    )
+    torch.manual_seed(0)
+    return kind(config).to(device).train()
+
+
+def batch(device: torch.device, number: int, tokens: int = 24) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(number)
+    ids = torch.randint(3, 60, (2, tokens), generator=drawn)
+    global_mask = torch.zeros_like(ids)
+    global_mask[:, number % tokens] = 1
+    given = {"input_ids": ids, "labels": ids.flip(1), "global_attention_mask": global_mask}
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def steps(model: Any, count: int, *, parts: int = 1, autocast: bool = False) -> list[Tensor]:
+    """Losses, then gradients of the last step, of a plain training loop."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(count):
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in range(parts):
+            torch.manual_seed(step)
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+                loss = model(**batch(model.device, parts * step + part)).loss
+            losses.append(loss.detach())
+            loss.backward()
+    return [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_is_the_same(device, graphs, parts, autocast):
+    plain, captured = build(device), longspan.capture(build(device))
+    theirs, ours = (steps(m, 5, parts=parts, autocast=autocast) for m in (plain, captured))
+    assert len(theirs) == len(ours) > 20
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    if graphs is not None:
+        assert [graph.replays for graph in graphs.forwards] == [5 * parts - 1]
+
+
+def test_dropout_follows_the_seed_and_a_recording_draws_nothing(device, graphs):
+    plain, captured = build(device, dropout=0.2), longspan.capture(build(device, dropout=0.2))
+    for one, other in zip(steps(captured, 4), steps(plain, 4), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    # Neither has drawn more than the other.
+    ours, theirs = [], []
+    for model, drawn in ((captured, ours), (plain, theirs)):
+        torch.manual_seed(7)
+        for number in range(3):
+            model(**batch(device, number, tokens=16))
+            drawn.append(torch.rand(3, device=device))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_results_are_not_written_over(device, graphs):
+    model = longspan.capture(build(device)).eval()
+    plain = build(device).eval()
+    with torch.no_grad():
+        found = [model(**batch(device, n)).logits for n in range(4)]
+        for number, logits in enumerate(found):
+            torch.testing.assert_close(logits, plain(**batch(device, number)).logits)
+
+
+def test_gradients_flow_into_inputs(device, graphs):
+    model = longspan.capture(build(device, LongspanForSequenceClassification))
+    weights = model.get_input_embeddings().weight
+    given, first = batch(device, 0), []
+    for step in range(3):
+        embeds = weights.detach()[given["input_ids"]].requires_grad_()
+        out = model(
+            inputs_embeds=embeds,
+            global_attention_mask=given["global_attention_mask"],
+            labels=torch.tensor([0, 1], device=device),
+        )
+        assert out.logits.requires_grad is (step == 0)  # gradients flow from the loss alone
+        (found,) = torch.autograd.grad(out.loss, embeds)
+        first.append(found)
+        torch.testing.assert_close(found, first[0])
+
+
+def test_every_kind_of_call_is_recorded_once(device, graphs):
+    model = longspan.capture(build(device), most=2)
+    for tokens in (8, 16, 24) * 3:
+        model(**batch(device, 1, tokens)).loss.backward()
+    recordings = vars(model)["forward"]._recordings
+    assert len(recordings) == 2
+    assert all(recordings.values())
+
+
+def test_backward_after_another_call_is_refused(device, graphs):
+    model = longspan.capture(build(device))
+    model(**batch(device, 0)).loss.backward()
+    first, second = (model(**batch(device, n)).loss for n in range(2))
+    second.backward()
+    with pytest.raises(RuntimeError, match="called again before this backward pass"):
+        first.backward()
+
+
+def test_weights_that_moved_or_were_frozen_are_noticed(device, graphs):
+    model, plain = longspan.capture(build(device)), build(device)
+    steps(model, 3)
+    model.zero_grad()
+    model.load_state_dict(plain.state_dict())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    for one, other in zip(steps(model, 3), steps(plain, 3), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    model.zero_grad()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    for _ in range(3):
+        model(**batch(device, 0)).loss.backward()
+    assert model.get_input_embeddings().weight.grad is None
+
+
+class Waiting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * float(x.sum())
+
+
+def test_what_waits_for_the_device_runs_as_ever(device, graphs):
+    if graphs is not None:
+        graphs.waits = True
+    model, x = longspan.capture(Waiting().to(device)), torch.ones(3, device=device)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match="not captured and runs as ever: .*synchroniz"):
+        model(x).sum().backward()
+    for _ in range(2):
+        assert model(x).tolist() == [3.0] * 3
+    assert torch.rand(3, device=device).shape == (3,)  # the generator was left in order
+
+
+def test_release_and_copies(device, graphs):
+    model = build(device)
+    before = inspect.signature(model.forward)
+    longspan.capture(model)
+    assert inspect.signature(model.forward) == before
+    steps(model, 2)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    given = batch(device, 0)
+    assert not torch.equal(other(**given).logits, model(**given).logits)
+    assert longspan.release(model) is model
+    assert "forward" not in vars(model)
+    model.forward = wrapper = lambda **given: given
+    longspan.release(longspan.capture(model))
+    assert model.forward is wrapper
+
+
+def test_on_a_cpu_nothing_is_recorded():
+    model = longspan.capture(build(torch.device("cpu")))
+    steps(model, 3)
+    assert not vars(model)["forward"]._recordings
+
+
+def test_wrong_input_is_refused():
+    with pytest.raises(TypeError, match="capture takes a model, got list"):
+        longspan.capture([])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="most=0 must be at least 1"):
+        longspan.capture(Waiting(), most=0)
+    observing = LongspanConfig(
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=66,
+        attention={"kind": "clusterformer"},
+    )
+    with pytest.raises(ValueError, match="cannot be captured"):
+        longspan.capture(longspan.LongspanModel(observing))
