@@ -33,6 +33,7 @@ def capture(model: Model, *, most: int = 4) -> Model:
     - where a loss comes out, gradients flow from it alone;
     - gradients are written over by the next backward pass, unless they are to be added to;
     - activations stay allocated, for every kind of call;
+    - a mask of global tokens needs `max_global_tokens`, or the model would have to look at it;
     - whoever changes the model itself, its windows say, calls `release` and `capture` again.
     """
     if not isinstance(model, nn.Module):
