@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.nn.functional import elu, pad, relu
 from torch.utils.checkpoint import checkpoint
 
+from longspan.ops.features import feature_attention, serves
+
 KERNELS = ("softmax", "relu", "elu")
 _CHUNK = 128
 # Features that are computed at a time, over all batch rows and heads. A CPU wants them in its
@@ -91,6 +93,8 @@ def linear_attention(
         eps: added to each softmax feature, relative to the largest; keeps sums off zero. Gradients
             know nothing of what sets the largest, as usual: they are off by the order of eps.
     """
+    if kernel == "softmax" and projection is not None and serves(query, key, value):
+        return feature_attention(query, key, value, projection, valid, eps)
     with _full_precision(query):
         (q, k, v), projection = _wide(query, key, value, projection)
         v = _with_ones(v)
