@@ -13,7 +13,8 @@ Features can be far apart, so exponents are taken relative to a largest one, whi
 numerator and denominator: for a query its own, for keys one that all keys of a sum share.
 
 A stretch of the text is taken at a time, and its features, which are several times as large as
-queries and keys, are computed again in the backward pass rather than kept.
+queries and keys, are computed again in the backward pass rather than kept. In half precision on a
+GPU fused kernels keep them on chip (`features`); this is their oracle, and what serves elsewhere.
 """
 
 from collections.abc import Callable

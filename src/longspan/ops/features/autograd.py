@@ -23,10 +23,17 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 @lru_cache
+def _old(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < 8
+
+
 def _capable(device: torch.device) -> bool:
-    if find_spec("triton") is None:
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
+    """Triton is there and knows the GPU; of tensors without numbers, one that is only named."""
+    return find_spec("triton") is not None and not (torch.cuda.is_available() and _old(device))
+
+
+# As in `window.api`: nothing that changes while a graph is traced.
+_capable._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def feature_attention(
