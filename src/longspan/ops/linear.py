@@ -13,7 +13,8 @@ Features can be far apart, so exponents are taken relative to a largest one, whi
 numerator and denominator: for a query its own, for keys one that all keys of a sum share.
 
 A stretch of the text is taken at a time, and its features, which are several times as large as
-queries and keys, are computed again in the backward pass rather than kept.
+queries and keys, are computed again in the backward pass rather than kept. In half precision on a
+GPU fused kernels keep them on chip (`features`); this is their oracle, and what serves elsewhere.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, pad, relu
 from torch.utils.checkpoint import checkpoint
+
+from longspan.ops.features import feature_attention, serves
 
 KERNELS = ("softmax", "relu", "elu")
 _CHUNK = 128
@@ -91,6 +94,8 @@ def linear_attention(
         eps: added to each softmax feature, relative to the largest; keeps sums off zero. Gradients
             know nothing of what sets the largest, as usual: they are off by the order of eps.
     """
+    if kernel == "softmax" and projection is not None and serves(query, key, value):
+        return feature_attention(query, key, value, projection, valid, eps)
     with _full_precision(query):
         (q, k, v), projection = _wide(query, key, value, projection)
         v = _with_ones(v)
