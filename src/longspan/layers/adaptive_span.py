@@ -16,7 +16,7 @@ class AdaptiveSpanAttention(CausalAttention):
 
     multiplies the exponentials of the scores before they are made to sum to one. Spans are
     learned; their mean, as a share of `longest`, times `cost` is added to the loss. No more is
-    computed than the longest span of any head asks for, which is read back from the device.
+    computed than the spans ask for, on a CPU than the longest of any head.
 
     Args:
         longest: tokens back, at most.
@@ -54,8 +54,9 @@ class AdaptiveSpanAttention(CausalAttention):
 
     @property
     def reach(self) -> int:
-        """How many tokens back any head sees."""
-        if torch.compiler.is_compiling():
+        """How many tokens back any head sees, at most. A GPU finds out for itself, and nobody has
+        to wait for it."""
+        if torch.compiler.is_compiling() or self.share.is_cuda:
             return self.longest
         # At a distance of ramp + z the weight is 0.
         ends = float(self.spans().detach().max()) + self.ramp
@@ -70,21 +71,19 @@ class AdaptiveSpanAttention(CausalAttention):
         reach, spans = self.reach, self.spans()
         tokens = known.key.shape[1]
         before = tokens - query.shape[1]
-        size = max(1, min(max(128, reach), 512, query.shape[1]))
+        # Short blocks waste less, long ones take a CPU fewer steps.
+        size = 128 if hidden.is_cuda else min(max(128, reach), 512)
+        size = max(1, min(size, query.shape[1]))
         start = torch.arange(before, tokens, size, device=hidden.device)[:, None]
         listed = start + torch.arange(-reach, size, device=hidden.device)
-        listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)[None, None]
-
-        def fading(place: Tensor, keys: Tensor, spans: Tensor) -> Tensor:
-            distance = place + before - keys
-            left = (self.ramp + spans[:, None, None, None] - distance) / self.ramp
-            seen = (distance >= 0) & (distance <= reach) & (left > 0)
-            # Where nothing is left the logarithm must not be asked for, not even for a gradient.
-            return torch.where(seen, left.clamp(max=1.0), 1.0).log().masked_fill(~seen, -torch.inf)
-
+        listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)
         out = listed_attention(
-            *(query, known.key, known.value, listed, fading, spans),
+            *(query, known.key, known.value, listed[None, None]),
             size=size,
+            first=listed - before,
+            last=listed - before + reach,
+            spans=spans,
+            ramp=self.ramp,
             dropout_p=self.dropout_p,
         )
         loss = self.cost * spans.mean() / max(1, self.longest) if self.training else None

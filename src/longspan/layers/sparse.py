@@ -94,10 +94,10 @@ class SparseAttention(CausalAttention):
         before = torch.where(before.flatten() < block[:, None] * size, before.flatten(), -1)
         listed = torch.cat((torch.where(own < tokens, own, -1), before), 1)[None, None]
         out = listed_attention(
-            *(query, key, value),
-            listed,
-            lambda place, keys: keys <= place + (first - begun),
+            *(query, key, value, listed),
             size=size,
+            first=listed[0, 0] - (first - begun),
+            last=torch.full_like(listed[0, 0], query.shape[1]),
             dropout_p=self.dropout_p,
         )
         return out[:, begun:]

@@ -96,11 +96,12 @@ def pooled_attention(
     first = torch.arange(blocks, device=query.device)[:, None] * per_block - before
     listed = first + torch.arange(count, device=query.device)
     listed = torch.where((listed >= 0) & (listed < key.shape[1]), listed, -1)[None, None]
-    if visible is not None:
-        listed = torch.where(visible[:, None, listed[0, 0].clamp(min=0)], listed, -1)
-
-    def inside(place: Tensor, pool: Tensor) -> Tensor:
-        begin = pool * stride
-        return (begin >= place - left) & (begin + kernel - 1 <= place + right)
-
-    return listed_attention(query, key, value, listed, inside, size=size, dropout_p=dropout_p)
+    begin = listed[0, 0] * stride
+    return listed_attention(
+        *(query, key, value, listed),
+        size=size,
+        first=begin + kernel - 1 - right,
+        last=begin + left,
+        valid=visible,
+        dropout_p=dropout_p,
+    )

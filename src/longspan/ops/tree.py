@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan.ops.listed import listed_attention
+from longspan.ops.remember import remembered
 
 _BLOCK = 64  # queries whose spans are listed together
 
@@ -87,11 +88,8 @@ def tree_attention(
         levels.append(Level(both, 0))
         there.append(count)
     lists = _lists(levels, 0, tokens, near, causal=False)
-    listed = lists.listed[None, None]
-    if valid is not None:
-        seen = torch.cat(there, 1)[:, lists.listed.clamp(min=0)] > 0  # [batch, blocks, count]
-        listed = torch.where(seen[:, None], listed, -1)
-    return _attend(query, levels, lists._replace(listed=listed), dropout_p)
+    seen = None if valid is None else torch.cat(there, 1) > 0
+    return _attend(query, levels, lists, seen, dropout_p)
 
 
 def causal_tree_attention(
@@ -122,7 +120,7 @@ def causal_tree_attention(
         pairs = slice(2 * begin - first, 2 * (tokens // (2 * size)) - first)
         new = new[:, pairs].unflatten(1, (-1, 2)).mean(2)
     lists = _lists(levels, read, tokens, near, causal=True)
-    out = _attend(query, levels, lists._replace(listed=lists.listed[None, None]), dropout_p)
+    out = _attend(query, levels, lists, None, dropout_p)
     return out, Tree(torch.cat(kept, 1), tokens)
 
 
@@ -144,7 +142,7 @@ def _first_kept(tokens: int, size: int, near: int) -> int:
 class _Lists(NamedTuple):
     """For blocks of `size` queries, all spans that one of them sees, and a few more."""
 
-    listed: Tensor  # [..., blocks, count]: places in all levels put together; -1 = none
+    listed: Tensor  # [blocks, count]: places in all levels put together; -1 = none
     first: Tensor  # [blocks, count]: the first query of all that sees it there
     last: Tensor
     size: int
@@ -153,12 +151,25 @@ class _Lists(NamedTuple):
 def _lists(levels: Sequence[Level], read: int, tokens: int, near: int, *, causal: bool) -> _Lists:
     """For the queries from place `read` to `tokens`. A span may be listed twice in a block: for
     queries on its right and on its left."""
-    device = levels[0].both.device
     size = min(_BLOCK, tokens - read)
-    block = torch.arange(read, tokens, size, device=device)[:, None]
+    bounds = tuple((level.first, level.end) for level in levels)
+    return _Lists(*_made_lists(levels[0].both, bounds, read, tokens, size, near, causal), size)
+
+
+@remembered
+def _made_lists(
+    device: torch.device,
+    bounds: tuple[tuple[int, int], ...],
+    read: int,
+    tokens: int,
+    size: int,
+    near: int,
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    block = torch.arange(read, tokens, size, device=device, dtype=torch.int32)[:, None]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     offset = 0
-    for number, level in enumerate(levels):
+    for number, (begins, ends) in enumerate(bounds):
         span = 2**number
         gap, parent_gap = near * (span - 1), near * (2 * span - 1)  # from the nearest token on
         # From which span on, and how many. A token sees itself, which is on neither side of it: so
@@ -168,29 +179,34 @@ def _lists(levels: Sequence[Level], read: int, tokens: int, near: int, *, causal
         if number == 0:
             sides = [(block - near, size + (near if causal else 2 * near))]
         for side, (begin, many) in enumerate(sides[:1] if causal else sides):
-            one = begin + torch.arange(many, device=device)
+            one = begin + torch.arange(many, device=device, dtype=torch.int32)
             parent = one // 2 * 2 * span
             # Seen by those to whom it is far enough away, and its parent is not.
             right = one * span + span - 1 + gap, parent + 2 * span - 2 + parent_gap
             left = parent - parent_gap + 1, one * span - gap
             first = left[0] if side == 1 or (number == 0 and not causal) else right[0]
             last = left[1] if side == 1 else right[1]
-            real = (one >= level.first) & (one < level.end)
-            place = torch.where(real, one - level.first + offset, -1)
+            real = (one >= begins) & (one < ends)
+            place = torch.where(real, one - begins + offset, -1)
             found.append((place, first - read, last - read))
-        offset += level.both.shape[1]
-    listed, first, last = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    return _Lists(listed, first, last, size)
+        offset += ends - begins
+    return tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
 
 
-def _attend(query: Tensor, levels: Sequence[Level], lists: _Lists, dropout_p: float) -> Tensor:
+def _attend(
+    query: Tensor,
+    levels: Sequence[Level],
+    lists: _Lists,
+    seen: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
     both = torch.cat([level.both for level in levels], 1).to(query.dtype)
     key, value = both.unbind(2)
-
-    def inside(place: Tensor, keys: Tensor) -> Tensor:
-        block = place[:, 0] // lists.size  # [blocks, 1]
-        return (place >= lists.first[block]) & (place <= lists.last[block])
-
     return listed_attention(
-        query, key, value, lists.listed, inside, size=lists.size, dropout_p=dropout_p
+        *(query, key, value, lists.listed[None, None]),
+        size=lists.size,
+        first=lists.first,
+        last=lists.last,
+        valid=seen,
+        dropout_p=dropout_p,
     )
