@@ -24,8 +24,11 @@ from torch.nn.functional import pad
 
 from longspan.ops.listed import listed_attention
 from longspan.ops.remember import remembered
+from longspan.ops.spans import count_spans, serves, span_means
 
 _BLOCK = 64  # queries whose spans are listed together
+
+Bounds = tuple[tuple[int, int], ...]  # of each level: its first span, and behind its last
 
 
 class Level(NamedTuple):
@@ -73,6 +76,10 @@ def tree_attention(
         dropout_p: on the attention weights.
     """
     tokens = query.shape[1]
+    if serves(key):
+        keys, values, counts = span_means(key, value, valid, _levels(tokens, near), False)
+        lists = _lists(key, _from_zero(tokens, near, False), 0, tokens, near, causal=False)
+        return _attend(query, keys, values, lists, None if valid is None else counts > 0, dropout_p)
     both = _side_by_side(key, value)
     count = both.new_ones(1, tokens) if valid is None else valid.to(both.dtype)
     if valid is not None:
@@ -87,9 +94,9 @@ def tree_attention(
         both = (pad(both, (0, 0, 0, 0, 0, 0, 0, odd)).unflatten(1, (-1, 2)) * share).sum(2)
         levels.append(Level(both, 0))
         there.append(count)
-    lists = _lists(levels, 0, tokens, near, causal=False)
+    lists = _lists(key, _from_zero(tokens, near, False), 0, tokens, near, causal=False)
     seen = None if valid is None else torch.cat(there, 1) > 0
-    return _attend(query, levels, lists, seen, dropout_p)
+    return _attend(query, *_together(levels, query), lists, seen, dropout_p)
 
 
 def causal_tree_attention(
@@ -105,6 +112,12 @@ def causal_tree_attention(
     of the tokens read `before`; and the tree after the last. Arguments as in `tree_attention`."""
     read, known = (0, []) if before is None else (before.tokens, before.levels(near))
     tokens = read + query.shape[1]
+    if before is None and serves(key):
+        bounds = _from_zero(tokens, near, True)
+        keys, values, _ = span_means(key, value, None, len(bounds), True)
+        lists = _lists(key, bounds, 0, tokens, near, causal=True)
+        out = _attend(query, keys, values, lists, None, dropout_p)
+        return out, Tree(_kept(keys, values, tokens, near), tokens)
     new, levels, kept = _side_by_side(key, value), [], []
     for number in range(_levels(tokens, near)):
         size, first = 2**number, 0
@@ -119,14 +132,35 @@ def causal_tree_attention(
         begin = read // (2 * size) if number + 1 < len(known) else 0
         pairs = slice(2 * begin - first, 2 * (tokens // (2 * size)) - first)
         new = new[:, pairs].unflatten(1, (-1, 2)).mean(2)
-    lists = _lists(levels, read, tokens, near, causal=True)
-    out = _attend(query, levels, lists, None, dropout_p)
+    bounds = tuple((level.first, level.end) for level in levels)
+    lists = _lists(key, bounds, read, tokens, near, causal=True)
+    out = _attend(query, *_together(levels, query), lists, None, dropout_p)
     return out, Tree(torch.cat(kept, 1), tokens)
 
 
 def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
     """[batch, tokens, 2, heads, head_dim], in a precision to take means in."""
     return torch.stack((key, value), 2).to(torch.promote_types(key.dtype, torch.float32))
+
+
+def _together(levels: Sequence[Level], query: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values [batch, spans, heads, head_dim] of all levels, finest first."""
+    return torch.cat([level.both for level in levels], 1).to(query.dtype).unbind(2)
+
+
+def _kept(keys: Tensor, values: Tensor, tokens: int, near: int) -> Tensor:
+    """Of the whole spans of so many tokens, what a token behind the last may see."""
+    own, offset = [], 0
+    for number, (_, end) in enumerate(_from_zero(tokens, near, True)):
+        own.append(slice(offset + _first_kept(tokens, 2**number, near), offset + end))
+        offset += end
+    parts = (torch.cat([t.detach()[:, one] for one in own], 1) for t in (keys, values))
+    return _side_by_side(*parts)
+
+
+def _from_zero(tokens: int, near: int, whole: bool) -> Bounds:
+    """Of the levels of a tree of so many tokens."""
+    return tuple((0, end) for end in count_spans(tokens, _levels(tokens, near), whole))
 
 
 def _levels(tokens: int, near: int) -> int:
@@ -148,18 +182,19 @@ class _Lists(NamedTuple):
     size: int
 
 
-def _lists(levels: Sequence[Level], read: int, tokens: int, near: int, *, causal: bool) -> _Lists:
-    """For the queries from place `read` to `tokens`. A span may be listed twice in a block: for
-    queries on its right and on its left."""
+def _lists(
+    like: Tensor, bounds: Bounds, read: int, tokens: int, near: int, *, causal: bool
+) -> _Lists:
+    """For the queries from place `read` to `tokens`, of spans of which each level has those between
+    its bounds. A span may be listed twice in a block: for queries on its right and on its left."""
     size = min(_BLOCK, tokens - read)
-    bounds = tuple((level.first, level.end) for level in levels)
-    return _Lists(*_made_lists(levels[0].both, bounds, read, tokens, size, near, causal), size)
+    return _Lists(*_made_lists(like, bounds, read, tokens, size, near, causal), size)
 
 
 @remembered
 def _made_lists(
     device: torch.device,
-    bounds: tuple[tuple[int, int], ...],
+    bounds: Bounds,
     read: int,
     tokens: int,
     size: int,
@@ -195,13 +230,12 @@ def _made_lists(
 
 def _attend(
     query: Tensor,
-    levels: Sequence[Level],
+    key: Tensor,
+    value: Tensor,
     lists: _Lists,
     seen: Tensor | None,
     dropout_p: float,
 ) -> Tensor:
-    both = torch.cat([level.both for level in levels], 1).to(query.dtype)
-    key, value = both.unbind(2)
     return listed_attention(
         *(query, key, value, lists.listed[None, None]),
         size=lists.size,
