@@ -1,6 +1,7 @@
 """Attention to listed keys: against its definition, and lists of blocks as they should be."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ def dense(
     *,
     size,
     width=1,
-    first=None,
-    last=None,
+    first: Any = None,
+    last: Any = None,
     valid=None,
-    spans=None,
+    spans: Any = None,
     ramp=1,
 ):
     """The same entry by entry, with a matrix of how much each query sees of each key."""
@@ -133,7 +134,8 @@ def test_lists_must_fit():
 
 def test_who_sees_an_entry_is_said_whole():
     tensors, listed = problem(11, 13, (1, 1), 5, size=4)
-    for part in ({"first": listed[0, 0]}, {"spans": torch.ones(3)}):
+    parts: list[dict[str, Any]] = [{"first": listed[0, 0]}, {"spans": torch.ones(3)}]
+    for part in parts:
         with pytest.raises(ValueError, match="first and last go together, and spans need them"):
             listed_attention(*tensors, listed, size=4, **part)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.ops.listed import listed_attention
+from longspan.ops.remember import remembered
 
 
 class AdaptiveSpanAttention(CausalAttention):
@@ -74,14 +75,12 @@ class AdaptiveSpanAttention(CausalAttention):
         # Short blocks waste less, long ones take a CPU fewer steps.
         size = 128 if hidden.is_cuda else min(max(128, reach), 512)
         size = max(1, min(size, query.shape[1]))
-        start = torch.arange(before, tokens, size, device=hidden.device)[:, None]
-        listed = start + torch.arange(-reach, size, device=hidden.device)
-        listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)
+        listed, seen_first, seen_last = _lists(hidden, before, tokens, size, reach)
         out = listed_attention(
             *(query, known.key, known.value, listed[None, None]),
             size=size,
-            first=listed - before,
-            last=listed - before + reach,
+            first=seen_first,
+            last=seen_last,
             spans=spans,
             ramp=self.ramp,
             dropout_p=self.dropout_p,
@@ -89,3 +88,15 @@ class AdaptiveSpanAttention(CausalAttention):
         loss = self.cost * spans.mean() / max(1, self.longest) if self.training else None
         # The longest possible is kept, as spans may have grown when it is read.
         return Attended(out.flatten(2), known.last(self.longest) if keep_state else None, loss)
+
+
+@remembered
+def _lists(
+    device: torch.device, before: int, tokens: int, size: int, reach: int
+) -> tuple[Tensor, ...]:
+    """For blocks of `size` queries, from token `before` on: keys, and the first and the last query
+    that sees each."""
+    start = torch.arange(before, tokens, size, device=device)[:, None]
+    listed = start + torch.arange(-reach, size, device=device)
+    listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)
+    return listed, listed - before, listed - before + reach

@@ -42,37 +42,65 @@ class Asked(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Queries and slots in one tile of products, warps, and pipeline depth."""
+    """Queries and slots in one tile of products, warps, pipeline depth, and a limit on registers
+    where the compiler's own choice leaves too few programs on a processor."""
 
     queries: int
     slots: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def launch(self) -> dict[str, Any]:
-        return {
-            "BM": self.queries,
-            "BN": self.slots,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
+        options = {"BM": self.queries, "BN": self.slots}
+        options |= {"num_warps": self.warps, "num_stages": self.stages}
+        return options if self.registers is None else options | {"maxnreg": self.registers}
 
 
 @lru_cache(maxsize=1024)
-def _tile(kernel: str, size: int, head_dim: int, dtype: torch.dtype) -> _Tile:
+def _tile(kernel: str, size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> _Tile:
+    """What is best, made smaller until it fits the GPU's shared memory."""
+    from longspan.ops.window.triton import shared_memory
+
+    tile = _best_tile(kernel, size, head_dim, dtype)
+    row = max(16, 1 << (head_dim - 1).bit_length()) * dtype.itemsize
+    limit = shared_memory(device)
+    while _shared(kernel, tile, row, dtype) > limit:
+        if tile.stages > 1:
+            tile = tile._replace(stages=tile.stages - 1)
+        elif tile.slots > 16:
+            tile = tile._replace(slots=tile.slots // 2)
+        elif tile.queries > 16:
+            tile = tile._replace(queries=tile.queries // 2)
+        else:
+            break
+    return tile
+
+
+def _best_tile(kernel: str, size: int, head_dim: int, dtype: torch.dtype) -> _Tile:
     """By reasoning, after what the window's kernels were measured to like (LOG.md)."""
     queries = min(64, max(16, 1 << (size - 1).bit_length()))
     if dtype == torch.float32:
         if head_dim <= 64:
             return _Tile(queries, 32, 4, 2)
-        return _Tile(
-            min(queries, 32 if head_dim <= 128 else 16), 32 if head_dim <= 128 else 16, 8, 1
-        )
+        most = 32 if head_dim <= 128 else 16
+        return _Tile(min(queries, most), most, 8, 1)
     if head_dim > 128:
         return _Tile(queries, 32, 8, 2 if kernel == "forward" else 1)
+    warps = 4 if kernel == "forward" or head_dim <= 64 else 8
+    return _Tile(queries, 64, warps, 3 if kernel == "forward" else 2)
+
+
+def _shared(kernel: str, tile: _Tile, row: int, dtype: torch.dtype) -> int:
+    """Bytes, about and rather too many, after compiled kernels: rows owned and streamed; backward
+    also weights, their gradients and those of keys."""
     if kernel == "forward":
-        return _Tile(queries, 64, 4, 3)
-    return _Tile(queries, 64, 4, 2)
+        return row * (tile.queries + 2 * tile.stages * tile.slots)
+    rows = row * 2 * (tile.queries + tile.stages * tile.slots)
+    if dtype == torch.float32:
+        rows *= 2  # exact products keep the parts of what they multiply
+    pairs = 4 * tile.queries * tile.slots * dtype.itemsize
+    return rows + pairs + 8 * tile.slots * row // dtype.itemsize
 
 
 class _Launch:
@@ -104,7 +132,7 @@ class _Launch:
         return dropout.threshold(p), 1.0 / (1.0 - p)
 
     def tile(self, kernel: str) -> _Tile:
-        return _tile(kernel, self.asked.size, self.head_dim, self.dtype)
+        return _tile(kernel, self.asked.size, self.head_dim, self.dtype, self.device)
 
     def programs(self, tile: _Tile) -> int:
         """Of those that own queries, in each batch row and head."""
@@ -147,6 +175,12 @@ class _Launch:
         return found, 0 if alike else programs
 
 
+def _at_once(size: int, tile: _Tile) -> bool:
+    """Whether the queries' kernel also adds to the gradients of keys: then each of its programs
+    does; else, to add less often, one program for all queries of a block."""
+    return size <= tile.queries
+
+
 def _dense(tensor: Tensor) -> Tensor:
     """Kernels take any strides but want head_dim contiguous."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
@@ -158,8 +192,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def _tidy(asked: Asked) -> Asked:
     """Lists lie one behind the other."""
-    tensors = (t if t is None or t.is_contiguous() else t.contiguous() for t in asked[:6])
-    return Asked(*tensors, *asked[6:])  # pyright: ignore[reportArgumentType]
+    return Asked._make(t.contiguous() if isinstance(t, Tensor) else t for t in asked)
 
 
 def _shapes(query, key, value, listed, *rest):
@@ -252,8 +285,7 @@ def backward_op(
         delta = torch.empty_like(lse)
         extent, row = call.extent(tile)
         seed = query if seed is None else seed
-        # A block that is one program's would only be read once more.
-        at_once = size <= tile.queries
+        at_once = _at_once(size, tile)
         strides = _strides(query, key, value, grad)
         numbers = (scale * LOG2E, scale, *call.drop)
         listed_kernels.backward_query[(programs, streams)](

@@ -100,9 +100,11 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def _options(like: Tensor, whole: bool, valid: Tensor | None) -> dict[str, Any]:
     head_dim = like.shape[3]
+    wide = max(16, 1 << (head_dim - 1).bit_length())
     return {
         "HEAD_DIM": head_dim,
-        "D": max(16, 1 << (head_dim - 1).bit_length()),
+        "D": wide,
+        "num_warps": max(4, wide // 16),
         "WHOLE": whole,
         "MASKED": valid is not None,
     }

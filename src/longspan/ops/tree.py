@@ -143,9 +143,10 @@ def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
     return torch.stack((key, value), 2).to(torch.promote_types(key.dtype, torch.float32))
 
 
-def _together(levels: Sequence[Level], query: Tensor) -> tuple[Tensor, ...]:
+def _together(levels: Sequence[Level], query: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [batch, spans, heads, head_dim] of all levels, finest first."""
-    return torch.cat([level.both for level in levels], 1).to(query.dtype).unbind(2)
+    key, value = torch.cat([level.both for level in levels], 1).to(query.dtype).unbind(2)
+    return key, value
 
 
 def _kept(keys: Tensor, values: Tensor, tokens: int, near: int) -> Tensor:
@@ -154,8 +155,8 @@ def _kept(keys: Tensor, values: Tensor, tokens: int, near: int) -> Tensor:
     for number, (_, end) in enumerate(_from_zero(tokens, near, True)):
         own.append(slice(offset + _first_kept(tokens, 2**number, near), offset + end))
         offset += end
-    parts = (torch.cat([t.detach()[:, one] for one in own], 1) for t in (keys, values))
-    return _side_by_side(*parts)
+    key, value = (torch.cat([t.detach()[:, one] for one in own], 1) for t in (keys, values))
+    return _side_by_side(key, value)
 
 
 def _from_zero(tokens: int, near: int, whole: bool) -> Bounds:
@@ -188,7 +189,8 @@ def _lists(
     """For the queries from place `read` to `tokens`, of spans of which each level has those between
     its bounds. A span may be listed twice in a block: for queries on its right and on its left."""
     size = min(_BLOCK, tokens - read)
-    return _Lists(*_made_lists(like, bounds, read, tokens, size, near, causal), size)
+    listed, first, last = _made_lists(like, bounds, read, tokens, size, near, causal)
+    return _Lists(listed, first, last, size)
 
 
 @remembered
