@@ -22,7 +22,7 @@ def dense(
     width=1,
     first: Any = None,
     last: Any = None,
-    valid=None,
+    valid: Any = None,
     spans: Any = None,
     ramp=1,
 ):
