@@ -1,4 +1,7 @@
-"""Attention to listed keys: against a dense mask, and lists of blocks as they should be."""
+"""Attention to listed keys: against its definition, and lists of blocks as they should be."""
+
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -9,40 +12,57 @@ from longspan.ops.listed import listed_attention, near_blocks, random_blocks, to
 pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def dense(query, key, value, listed, size, visible=None):
-    """The same with a matrix of how often, or with which bias, each query sees each key."""
+def dense(
+    query,
+    key,
+    value,
+    listed,
+    *,
+    size,
+    width=1,
+    first: Any = None,
+    last: Any = None,
+    valid: Any = None,
+    spans: Any = None,
+    ramp=1,
+):
+    """The same entry by entry, with a matrix of how much each query sees of each key."""
     batch, queries, heads, d = query.shape
     keys = key.shape[1]
     weight = torch.zeros(batch, heads, queries, keys, dtype=query.dtype)
-    bias = torch.zeros_like(weight)
-    listed = listed.expand(batch, heads, -1, -1)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(queries):
-                for j in listed[b, h, i // size].tolist():
-                    if j < 0:
-                        continue
-                    seen = torch.tensor(True)
-                    if visible is not None:
-                        seen = visible(torch.tensor(i), torch.tensor(j))
-                    if seen.dtype != torch.bool:
-                        bias[b, h, i, j], seen = seen, torch.tensor(True)
-                    weight[b, h, i, j] += float(seen)
-    scores = torch.einsum("bihd,bjhd->bhij", query, key) / d**0.5 + bias
+    entries = listed.expand(batch, heads, -1, -1).tolist()
+    for b, h, i in product(range(batch), range(heads), range(queries)):
+        block = i // size
+        for slot, entry in enumerate(entries[b][h][block]):
+            if entry < 0:
+                continue
+            if first is not None and not first[block, slot] <= i <= last[block, slot]:
+                continue
+            once = torch.zeros(keys, dtype=query.dtype)
+            once[entry * width : entry * width + width] = 1.0
+            if valid is not None:
+                once = once * valid[b]
+            if spans is not None:
+                left = ramp + spans[h] - (i - first[block, slot])
+                once = once * (left / ramp).clamp(0.0, 1.0)
+            more = torch.zeros_like(weight)
+            more[b, h, i] = 1.0
+            weight = weight + more * once
+    scores = torch.einsum("bihd,bjhd->bhij", query, key) / d**0.5
     weight = weight * scores.exp()
     total = weight.sum(-1, keepdim=True)
     weight = weight / torch.where(total == 0, 1.0, total)
     return torch.einsum("bhij,bjhd->bihd", weight, value)
 
 
-def problem(queries, keys, lists, count, size):
+def problem(queries, keys, lists, count, size, width=1):
     torch.manual_seed(0)
     query = torch.randn(2, queries, 3, 4, dtype=torch.float64, requires_grad=True)
     key, value = (
         torch.randn(2, keys, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)
     )
     blocks = -(-queries // size)
-    listed = torch.randint(-1, keys, (*lists, blocks, count))
+    listed = torch.randint(-1, -(-keys // width), (*lists, blocks, count))
     listed[..., 0, :] = -1  # a block that sees nothing
     return (query, key, value), listed
 
@@ -53,28 +73,38 @@ def at_a_time(monkeypatch, scores):
         monkeypatch.setattr(module, name, value)
 
 
-def causal(place, keys):
-    return keys <= place
-
-
-def nearer_is_better(place, keys):
-    return -(place - keys).abs() / 3.0
+def rules(names, listed, keys):
+    """What a call may ask for, by name, for 11 queries in blocks of 4."""
+    torch.manual_seed(1)
+    asked = {}
+    if "between" in names:
+        asked["first"] = torch.randint(-2, 12, listed.shape[2:])
+        asked["last"] = asked["first"] + torch.randint(-1, 9, listed.shape[2:])
+    if "spans" in names:
+        spans = torch.tensor([0.4, 1.3, 4.6], dtype=torch.float64, requires_grad=True)
+        asked |= {"spans": spans, "ramp": 3}
+    if "valid" in names:
+        asked["valid"] = torch.rand(2, keys) < 0.7
+    return asked
 
 
 @pytest.mark.parametrize("lists", [(1, 1), (2, 1), (1, 3), (2, 3)])
-@pytest.mark.parametrize("visible", [None, causal, nearer_is_better])
+@pytest.mark.parametrize("names", ["", "between", "valid", "between valid", "between spans"])
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("together", [1, 10**9])
-def test_against_a_mask(lists, visible, together, monkeypatch):
+def test_against_the_definition(lists, names, width, together, monkeypatch):
     at_a_time(monkeypatch, together)
-    tensors, listed = problem(11, 13, lists, 5, size=4)
-    found = listed_attention(*tensors, listed, visible, size=4)
-    wanted = dense(*tensors, listed, 4, visible)
+    tensors, listed = problem(11, 13, lists, 5, size=4, width=width)
+    asked = rules(names, listed, 13)
+    found = listed_attention(*tensors, listed, size=4, width=width, **asked)
+    wanted = dense(*tensors, listed, size=4, width=width, **asked)
     torch.testing.assert_close(found, wanted)
     assert not found[:, :4].any()
+    given = [*tensors, asked["spans"]] if "spans" in asked else tensors
     out = torch.randn_like(found)
     for one, other in zip(
-        torch.autograd.grad(found, tensors, out),
-        torch.autograd.grad(wanted, tensors, out),
+        torch.autograd.grad(found, given, out),
+        torch.autograd.grad(wanted, given, out),
         strict=True,
     ):
         torch.testing.assert_close(one, other)
@@ -96,26 +126,18 @@ def test_what_was_dropped_is_dropped_again(monkeypatch):
     assert torch.equal(torch.rand(3), after)
 
 
-def test_what_the_bias_depends_on_learns(monkeypatch):
-    tensors, listed = problem(11, 13, (1, 3), 5, size=4)
-    slope = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)
-
-    def slanted(place, keys, slope):
-        return -(place - keys).abs() * slope
-
-    found = []
-    for together in (1, 10**9):
-        at_a_time(monkeypatch, together)
-        out = listed_attention(*tensors, listed, slanted, slope, size=4)
-        found.append(torch.autograd.grad(out.square().sum(), slope)[0])
-    torch.testing.assert_close(*found)
-    assert found[0].item() != 0.0
-
-
 def test_lists_must_fit():
     tensors, listed = problem(11, 13, (1, 1), 5, size=4)
     with pytest.raises(ValueError, match="3 lists for 11 queries in blocks of 3"):
         listed_attention(*tensors, listed, size=3)
+
+
+def test_who_sees_an_entry_is_said_whole():
+    tensors, listed = problem(11, 13, (1, 1), 5, size=4)
+    parts: list[dict[str, Any]] = [{"first": listed[0, 0]}, {"spans": torch.ones(3)}]
+    for part in parts:
+        with pytest.raises(ValueError, match="first and last go together, and spans need them"):
+            listed_attention(*tensors, listed, size=4, **part)
 
 
 def test_tokens_of_blocks():

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.ops.listed import listed_attention
+from longspan.ops.remember import remembered
 
 
 class AdaptiveSpanAttention(CausalAttention):
@@ -16,7 +17,7 @@ class AdaptiveSpanAttention(CausalAttention):
 
     multiplies the exponentials of the scores before they are made to sum to one. Spans are
     learned; their mean, as a share of `longest`, times `cost` is added to the loss. No more is
-    computed than the longest span of any head asks for, which is read back from the device.
+    computed than the spans ask for, on a CPU than the longest of any head.
 
     Args:
         longest: tokens back, at most.
@@ -54,8 +55,9 @@ class AdaptiveSpanAttention(CausalAttention):
 
     @property
     def reach(self) -> int:
-        """How many tokens back any head sees."""
-        if torch.compiler.is_compiling():
+        """How many tokens back any head sees, at most. A GPU finds out for itself, and nobody has
+        to wait for it."""
+        if torch.compiler.is_compiling() or self.share.is_cuda:
             return self.longest
         # At a distance of ramp + z the weight is 0.
         ends = float(self.spans().detach().max()) + self.ramp
@@ -70,23 +72,31 @@ class AdaptiveSpanAttention(CausalAttention):
         reach, spans = self.reach, self.spans()
         tokens = known.key.shape[1]
         before = tokens - query.shape[1]
-        size = max(1, min(max(128, reach), 512, query.shape[1]))
-        start = torch.arange(before, tokens, size, device=hidden.device)[:, None]
-        listed = start + torch.arange(-reach, size, device=hidden.device)
-        listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)[None, None]
-
-        def fading(place: Tensor, keys: Tensor, spans: Tensor) -> Tensor:
-            distance = place + before - keys
-            left = (self.ramp + spans[:, None, None, None] - distance) / self.ramp
-            seen = (distance >= 0) & (distance <= reach) & (left > 0)
-            # Where nothing is left the logarithm must not be asked for, not even for a gradient.
-            return torch.where(seen, left.clamp(max=1.0), 1.0).log().masked_fill(~seen, -torch.inf)
-
+        # Short blocks waste less, long ones take a CPU fewer steps.
+        size = 128 if hidden.is_cuda else min(max(128, reach), 512)
+        size = max(1, min(size, query.shape[1]))
+        listed, seen_first, seen_last = _lists(hidden, before, tokens, size, reach)
         out = listed_attention(
-            *(query, known.key, known.value, listed, fading, spans),
+            *(query, known.key, known.value, listed[None, None]),
             size=size,
+            first=seen_first,
+            last=seen_last,
+            spans=spans,
+            ramp=self.ramp,
             dropout_p=self.dropout_p,
         )
         loss = self.cost * spans.mean() / max(1, self.longest) if self.training else None
         # The longest possible is kept, as spans may have grown when it is read.
         return Attended(out.flatten(2), known.last(self.longest) if keep_state else None, loss)
+
+
+@remembered
+def _lists(
+    device: torch.device, before: int, tokens: int, size: int, reach: int
+) -> tuple[Tensor, ...]:
+    """For blocks of `size` queries, from token `before` on: keys, and the first and the last query
+    that sees each."""
+    start = torch.arange(before, tokens, size, device=device)[:, None]
+    listed = start + torch.arange(-reach, size, device=device)
+    listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)
+    return listed, listed - before, listed - before + reach

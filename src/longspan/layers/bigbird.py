@@ -8,7 +8,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.document import DocumentAttention
-from longspan.ops.listed import listed_attention, near_blocks, random_blocks, tokens_of
+from longspan.ops.listed import (
+    count_blocks,
+    listed_attention,
+    near_blocks,
+    random_blocks,
+    tokens_of,
+)
+from longspan.ops.remember import remembered
 from longspan.ops.rows import global_positions
 from longspan.ops.window.reference import put_rows
 
@@ -66,59 +73,97 @@ class BigBirdAttention(DocumentAttention):
         position_ids: Tensor | None,
     ) -> Tensor:
         query, key, value = self.project(hidden, position_ids)
-        chosen, columns = self._global(hidden, valid, chosen)
         listed = self._listed(hidden, valid)
+        if chosen is None:
+            out = self._by_blocks(query, key, value, listed, valid)
+        else:
+            out = self._by_tokens(query, key, value, listed, valid, chosen)
+        return out.flatten(2)
+
+    def _by_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, listed: Tensor, valid: Tensor | None
+    ) -> Tensor:
+        """The first blocks are global and no other tokens."""
+        tokens = query.shape[1]
+        room = min(tokens, self.global_blocks * self.block)
+        first, rest = query.split((room, tokens - room), 1)
+        if room < tokens:
+            rest = listed_attention(
+                *(rest, key, value, listed[:, :, self.global_blocks :]),
+                size=self.block,
+                width=self.block,
+                valid=valid,
+                dropout_p=self.dropout_p,
+            )
+        if room == 0:
+            return rest
+        return torch.cat((self._rows(first, key, value, valid), rest), 1)
+
+    def _by_tokens(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        listed: Tensor,
+        valid: Tensor | None,
+        chosen: Tensor,
+    ) -> Tensor:
+        place = torch.arange(query.shape[1], device=query.device)
+        first = place < self.global_blocks * self.block
+        chosen = (chosen | first) if valid is None else (chosen | first) & valid
+        at = global_positions(chosen)
         # Global keys are listed once, for all blocks, so not in their own blocks again.
+        listed = tokens_of(listed[..., : self.window + self.random], self.block, query.shape[1])
+        listed = listed.expand(query.shape[0], -1, -1, -1)
         hide = chosen if valid is None else chosen | ~valid
         hide = hide[:, None, None].expand(-1, *listed.shape[1:3], -1)
         listed = torch.where(hide.gather(-1, listed.clamp(min=0)), -1, listed)
-        listed = torch.cat((listed, columns[:, None, None].expand(-1, *listed.shape[1:3], -1)), -1)
+        listed = torch.cat((listed, at[:, None, None].expand(-1, *listed.shape[1:3], -1)), -1)
         out = listed_attention(
-            *(query, key, value), listed, size=self.block, dropout_p=self.dropout_p
+            *(query, key, value, listed), size=self.block, dropout_p=self.dropout_p
         )
-        if columns.shape[1] > 0:
-            rows = self._rows(query, key, value, columns, valid)
-            out = put_rows(out, rows, columns)
-        return out.flatten(2)
-
-    def _global(
-        self, hidden: Tensor, valid: Tensor | None, chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Which tokens are global, [batch, tokens], and where, [batch, g], -1 for an empty slot."""
-        batch, tokens = hidden.shape[:2]
-        place = torch.arange(tokens, device=hidden.device)
-        first = (place < self.global_blocks * self.block).expand(batch, tokens)
-        first = first if valid is None else first & valid
-        if chosen is not None:
-            both = first | chosen
-            return both, global_positions(both)
-        room = min(tokens, self.global_blocks * self.block)
-        return first, torch.where(first, place, -1)[:, :room]
+        if at.shape[1] == 0:
+            return out
+        index = at.clamp(min=0)[..., None, None].expand(-1, -1, *query.shape[2:])
+        return put_rows(out, self._rows(query.gather(1, index), key, value, valid), at)
 
     def _listed(self, hidden: Tensor, valid: Tensor | None) -> Tensor:
-        """[batch, heads, blocks, count]: the tokens of the blocks that each block sees."""
-        batch, tokens = hidden.shape[:2]
-        most, reach = -(-tokens // self.block), self.window // 2
-        blocks = torch.full((batch,), most, device=hidden.device)
-        if valid is not None:
-            place = torch.arange(tokens, device=hidden.device)
-            blocks = torch.where(valid, place // self.block + 1, 1).amax(1)
-        some = random_blocks(blocks, most, self.heads, self.random, reach, self.seed + self.number)
-        near = near_blocks(most, reach, hidden.device).expand(batch, self.heads, -1, -1)
-        return tokens_of(torch.cat((near, some), -1), self.block, tokens)
+        """[batch or 1, heads, blocks, count]: see `_blocks_seen`."""
+        most = -(-hidden.shape[1] // self.block)
+        seed = self.seed + self.number
+        about = (most, self.heads, self.window, self.random, self.global_blocks, seed)
+        if valid is None:
+            return _all_alike(hidden, *about)[0]
+        return _blocks_seen(count_blocks(valid, self.block), *about)
 
-    def _rows(
-        self, query: Tensor, key: Tensor, value: Tensor, at: Tensor, valid: Tensor | None
-    ) -> Tensor:
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
         """[batch, g, heads, head_dim]: what global tokens make of the whole document."""
-        index = at.clamp(min=0)[..., None, None].expand(-1, -1, *query.shape[2:])
         mask = None
         if valid is not None:
             # A row of padding alone is zero in the end, but must not be NaN on the way.
             mask = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None]
         attended = scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (query.gather(1, index), key, value)),
+            *(t.transpose(1, 2) for t in (query, key, value)),
             attn_mask=mask,
             dropout_p=self.dropout_p,
         )
         return attended.transpose(1, 2)
+
+
+@remembered
+def _all_alike(device: torch.device, most: int, *about: int) -> tuple[Tensor]:
+    """For documents that fill their rows."""
+    return (_blocks_seen(torch.full((1,), most, device=device), most, *about),)
+
+
+def _blocks_seen(
+    blocks: Tensor, most: int, heads: int, window: int, random: int, first: int, seed: int
+) -> Tensor:
+    """[batch, heads, most, window + random + first]: numbers of the blocks that each block of
+    documents of `blocks` [batch] blocks sees, -1 = none, the `first` ones last and only there."""
+    some = random_blocks(blocks, most, heads, random, window // 2, seed)
+    near = near_blocks(most, window // 2, blocks.device).expand(*some.shape[:2], -1, -1)
+    seen = torch.cat((near, some), -1)
+    seen = torch.where(seen < first, -1, seen)
+    everywhere = torch.arange(first, device=blocks.device).expand(*some.shape[:3], -1)
+    return torch.cat((seen, everywhere), -1)

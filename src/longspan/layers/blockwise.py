@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from longspan.layers.document import DocumentAttention
-from longspan.ops.listed import listed_attention, tokens_of
+from longspan.ops.listed import count_blocks, listed_attention
+from longspan.ops.remember import remembered
 
 
 class BlockwiseAttention(DocumentAttention):
@@ -50,23 +51,24 @@ class BlockwiseAttention(DocumentAttention):
         position_ids: Tensor | None,
     ) -> Tensor:
         query, key, value = self.project(hidden, position_ids)
-        listed = self._listed(hidden, valid)
+        blocks = -(-hidden.shape[1] // self.block)
+        (shifted,) = _shifted(hidden, blocks, self.shifts)
         if valid is not None:
-            there = valid[:, None, None].expand(-1, *listed.shape[1:3], -1)
-            listed = torch.where(there.gather(-1, listed.clamp(min=0)), listed, -1)
+            blocks = count_blocks(valid, self.block)[:, None, None]
         out = listed_attention(
-            *(query, key, value), listed, size=self.block, dropout_p=self.dropout_p
+            *(query, key, value),
+            (shifted % blocks)[..., None],
+            size=self.block,
+            width=self.block,
+            valid=valid,
+            dropout_p=self.dropout_p,
         )
         return out.flatten(2)
 
-    def _listed(self, hidden: Tensor, valid: Tensor | None) -> Tensor:
-        """[batch or 1, heads, blocks, block]: the tokens of the block that each block sees."""
-        place = torch.arange(hidden.shape[1], device=hidden.device)
-        block = torch.arange(-(-hidden.shape[1] // self.block), device=hidden.device)
-        blocks = block[-1:] + 1  # of each document
-        if valid is not None:
-            blocks = torch.where(valid, place // self.block + 1, 1).amax(1)
-        # Numbers from the host, put together on the device: a tensor of them would wait for it.
-        shifted = torch.stack([block + shift for shift in self.shifts])
-        paired = shifted % blocks[:, None, None]
-        return tokens_of(paired[..., None], self.block, hidden.shape[1])
+
+@remembered
+def _shifted(device: torch.device, blocks: int, shifts: tuple[int, ...]) -> tuple[Tensor]:
+    """[1, heads, blocks]: the numbers of blocks, beyond the last and before the first too."""
+    block = torch.arange(blocks, device=device)
+    # Numbers from the host, put together on the device: a tensor of them would wait for it.
+    return (torch.stack([block + shift for shift in shifts])[None],)

@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.ops.listed import listed_attention
 from longspan.ops.relative import banded_attention
+from longspan.ops.remember import remembered
 from longspan.ops.window import window_attention
 
 PATTERNS = ("strided", "fixed")
@@ -87,17 +88,27 @@ class SparseAttention(CausalAttention):
         # Queries are filled up at the front to the beginning of their block.
         begun = first % size
         query = pad(query, (0, 0, 0, 0, begun, 0))
-        block = torch.arange(first // size, -(-tokens // size), device=key.device)
-        own = block[:, None] * size + torch.arange(size, device=key.device)
-        back = torch.arange(size - self.summary, size, device=key.device)
-        before = torch.arange(int(tokens // size), device=key.device)[:, None] * size + back
-        before = torch.where(before.flatten() < block[:, None] * size, before.flatten(), -1)
-        listed = torch.cat((torch.where(own < tokens, own, -1), before), 1)[None, None]
+        listed, seen_first, seen_last = _lists(key, first, int(tokens), size, self.summary)
         out = listed_attention(
-            *(query, key, value),
-            listed,
-            lambda place, keys: keys <= place + (first - begun),
+            *(query, key, value, listed[None, None]),
             size=size,
+            first=seen_first,
+            last=seen_last,
             dropout_p=self.dropout_p,
         )
         return out[:, begun:]
+
+
+@remembered
+def _lists(
+    device: torch.device, first: int, tokens: int, size: int, summary: int
+) -> tuple[Tensor, ...]:
+    """For blocks of `size` queries, from that of token `first` on: keys, and the first and the last
+    query that sees each."""
+    block = torch.arange(first // size, -(-tokens // size), device=device)[:, None]
+    own = block * size + torch.arange(size, device=device)
+    back = torch.arange(size - summary, size, device=device)
+    before = torch.arange(tokens // size, device=device)[:, None] * size + back
+    before = torch.where(before.flatten() < block * size, before.flatten(), -1)
+    listed = torch.cat((torch.where(own < tokens, own, -1), before), 1)
+    return listed, listed - first // size * size, torch.full_like(listed, tokens)

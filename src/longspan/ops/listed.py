@@ -1,13 +1,14 @@
 """Softmax attention of blocks of queries to listed keys: one op for every pattern of blocks.
 
 Each block of neighbouring queries has its own list of keys, anywhere in the text; what is asked is
-softmax attention of these queries to these keys. A few blocks are taken at a time and, while
-gradients are wanted, computed again in the backward pass, so that memory is linear in the number
-of tokens as long as lists do not grow with it. Plain PyTorch, any device.
+softmax attention of these queries to these keys. On a GPU the kernels of `listed_fused` compute it.
+Elsewhere plain PyTorch takes a few blocks at a time and, while gradients are wanted, computes them
+again in the backward pass, so that memory is linear in the number of tokens as long as lists do not
+grow with it.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from longspan.ops import listed_fused
+from longspan.ops.listed_fused import Asked, serves
 from longspan.ops.window.dropout import GOLDEN, WORD, mix
 
 # Scores that are computed at a time, over all batch rows and heads. A CPU wants all that belongs
@@ -25,40 +28,57 @@ _CPU_SCORES = 2**20
 _SCORES = 2**23
 _TIMES = 16
 
-Visible = Callable[..., Tensor]
-
 
 def listed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     listed: Tensor,
-    visible: Visible | None = None,
-    *learned: Tensor,
+    *,
     size: int,
+    width: int = 1,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
+    valid: Tensor | None = None,
+    spans: Tensor | None = None,
+    ramp: int = 1,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """[batch, queries, heads, head_dim]; rows that see nothing are zero.
+    """[batch, queries, heads, head_dim]; rows that see nothing are zero. Differentiable once.
 
     Args:
         query: [batch, queries, heads, head_dim], in blocks of `size`; the last may be shorter.
         key, value: [batch, keys, heads, head_dim].
         listed: [batch or 1, heads or 1, blocks, count], places of keys; -1 = no key. A key that is
             listed twice counts twice.
-        visible: of places [blocks, size, 1] of queries and a list [batch or 1, heads or 1, blocks,
-            1, count], what to see of it, in the shape that they broadcast to: bool, or a number to
-            add to the scores. It is asked for a few blocks at a time, and given `learned` too.
-        learned: what `visible` gives depends on them, and shall teach them.
+        width: an entry of a list stands for so many neighbouring keys: number r for those from
+            r * width on.
+        first, last: [blocks, count], the first and the last query that sees an entry; None = all
+            of its block do.
+        valid: bool [batch, keys], False = nobody sees it; None = all are seen.
+        spans: [heads], what is learned of how long entries are seen: weights are multiplied by
+            clamp((ramp + span - distance) / ramp, 0, 1), at a distance from an entry's first query.
         dropout_p: on the attention weights.
     """
-    batch, queries, heads, head_dim = query.shape
-    blocks, count = listed.shape[2:]
-    if blocks != -(-queries // size):
-        raise ValueError(f"{blocks} lists for {queries} queries in blocks of {size}")
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    blocks = listed.shape[2]
+    if blocks != -(-query.shape[1] // size):
+        raise ValueError(f"{blocks} lists for {query.shape[1]} queries in blocks of {size}")
+    if (first is None) != (last is None) or (first is None and spans is not None):
+        raise ValueError("first and last go together, and spans need them")
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+    asked = Asked(listed, first, last, valid, spans, None, size, width, ramp, scale, dropout_p)
+    if serves(query):
+        return listed_fused.attend(query, key, value, asked)
+    return _plain(query, key, value, asked)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
+    batch, queries, heads, _ = query.shape
+    asked = _key_by_key(asked, key)
+    size, (blocks, count) = asked.size, asked.listed.shape[2:]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    if listed.shape[0] > 1 or listed.shape[1] > 1:
+    if asked.listed.shape[0] > 1 or asked.listed.shape[1] > 1:
         k, v = k.contiguous(), v.contiguous()  # once, not for every piece
     q = pad(q, (0, 0, 0, -queries % size)).unflatten(2, (-1, size))
     each = max(1, batch * heads * size * count)
@@ -66,7 +86,8 @@ def listed_attention(
         together = max(1, _CPU_SCORES // each)
     else:
         together = max(1, _SCORES // each, blocks // _TIMES)
-    call = _Call(listed, visible, size, dropout_p, scale, together)
+    call = _Call(asked, together)
+    learned = () if asked.spans is None else (asked.spans,)
     if together >= blocks:
         out = _few(q, k, v, call, slice(0, blocks), *learned)
     elif torch.compiler.is_compiling():
@@ -81,18 +102,28 @@ def listed_attention(
     return out.flatten(2, 3)[:, :, :queries].transpose(1, 2)
 
 
-class _Call(NamedTuple):
-    """What a call asks for besides the tensors that learn from it."""
+def _key_by_key(asked: Asked, key: Tensor) -> Asked:
+    """Lists of single keys, of such as somebody sees."""
+    listed, first, last = asked.listed, asked.first, asked.last
+    if asked.width > 1:
+        listed = tokens_of(listed, asked.width, key.shape[1])
+        if first is not None and last is not None:
+            first, last = (t.repeat_interleave(asked.width, -1) for t in (first, last))
+    if asked.valid is not None:
+        at = listed.clamp(min=0).long().expand(key.shape[0], -1, -1, -1)
+        there = asked.valid.gather(1, at.flatten(1)).view(at.shape)
+        listed = torch.where(there, listed, -1)
+    return asked._replace(listed=listed, width=1, first=first, last=last, valid=None)
 
-    listed: Tensor
-    visible: Visible | None
-    size: int
-    dropout_p: float
-    scale: float
+
+class _Call(NamedTuple):
+    """What is asked of so many blocks at a time."""
+
+    asked: Asked
     together: int
 
     def pieces(self) -> Iterator[slice]:
-        for first in range(0, self.listed.shape[2], self.together):
+        for first in range(0, self.asked.listed.shape[2], self.together):
             yield slice(first, first + self.together)
 
 
@@ -106,7 +137,7 @@ class _Pieces(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, *learned)
         ctx.call, ctx.random = call, None
-        if call.dropout_p > 0:  # the same weights have to be dropped again
+        if call.asked.dropout_p > 0:  # the same weights have to be dropped again
             ctx.random = _generator(query.device).get_rng_state()
         out = torch.empty_like(query)
         for own in call.pieces():
@@ -126,7 +157,7 @@ class _Pieces(torch.autograd.Function):
         sums = [t.new_zeros(t.shape, dtype=_wide(t)) for t in (key, value, *learned)]
         with _random_again(query.device, ctx.random):
             for own in call.pieces():
-                at = _places(call.listed[:, :, own], key)
+                at = _places(call.asked.listed[:, :, own], key)
                 q, k, v = leaves = [
                     t.detach().requires_grad_()
                     for t in (query[:, :, own], _take(key, at), _take(value, at))
@@ -170,7 +201,7 @@ def _few(
     query: Tensor, key: Tensor, value: Tensor, call: _Call, own: slice, *learned: Tensor
 ) -> Tensor:
     """[batch, heads, blocks, size, head_dim] of queries shaped so, and all keys and values."""
-    at = _places(call.listed[:, :, own], key)
+    at = _places(call.asked.listed[:, :, own], key)
     return _attend(query, _take(key, at), _take(value, at), call, own, *learned)
 
 
@@ -179,18 +210,21 @@ def _attend(
 ) -> Tensor:
     """The same of the keys and values that are listed, [batch, heads, blocks, count, head_dim]."""
     batch, heads, blocks = query.shape[:3]
-    listed = call.listed[:, :, own]
-    there = (listed >= 0)[..., None, :]
+    asked = call.asked
+    there = (asked.listed[:, :, own] >= 0)[..., None, :]
     bias = None
-    if call.visible is not None:
-        first, size = own.start * call.size, call.size
-        place = torch.arange(first, first + blocks * size, device=query.device)
+    if asked.first is not None and asked.last is not None:
+        begin, size = own.start * asked.size, asked.size
+        place = torch.arange(begin, begin + blocks * size, device=query.device)
         place = place.view(blocks, size, 1)
-        seen = call.visible(place, listed[..., None, :], *learned)
-        if seen.dtype != torch.bool:
-            bias = seen.to(query.dtype)
-            seen = bias > -torch.inf
-        there = there & seen
+        distance = place - asked.first[own, None]
+        there = there & (distance >= 0) & (place <= asked.last[own, None])
+        for spans in learned:
+            left = asked.ramp + spans.to(_wide(spans))[:, None, None, None] - distance
+            there = there & (left > 0)
+            # Where nothing is left the logarithm must not be asked for, not even for a gradient.
+            left = torch.where(there, (left / asked.ramp).clamp(max=1.0), 1.0)
+            bias = left.log().to(query.dtype)
     blank = ~there.any(-1, keepdim=True)
     mask = there | blank  # a row that sees nothing would be NaN
     if bias is not None:
@@ -204,8 +238,8 @@ def _attend(
         out = scaled_dot_product_attention(
             *(t.flatten(0, 1) for t in (query, key, value)),
             attn_mask=mask.flatten(0, 1),
-            dropout_p=call.dropout_p,
-            scale=call.scale,
+            dropout_p=asked.dropout_p,
+            scale=asked.scale,
         )
     return out.unflatten(0, (batch, heads)).masked_fill(blank, 0.0)
 
@@ -241,6 +275,12 @@ def tokens_of(blocks: Tensor, size: int, tokens: int) -> Tensor:
     size], -1 for those that a block does not have."""
     place = blocks[..., None] * size + torch.arange(size, device=blocks.device)
     return torch.where((blocks >= 0)[..., None] & (place < tokens), place, -1).flatten(-2)
+
+
+def count_blocks(valid: Tensor, size: int) -> Tensor:
+    """[batch]: how many blocks of `size` the tokens of each row reach into, at least 1."""
+    place = torch.arange(valid.shape[1], device=valid.device)
+    return torch.where(valid, place // size + 1, 1).amax(1)
 
 
 def near_blocks(blocks: int, reach: int, device: torch.device) -> Tensor:

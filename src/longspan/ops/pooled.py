@@ -6,8 +6,10 @@ sees a pool if all of its places lie in the query's window. Time and memory n * 
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longspan.ops.listed import listed_attention
+from longspan.ops.remember import remembered
 
 POOLS = ("mean", "max", "convolution")
 _QUERIES = 128  # in a block, about
@@ -30,42 +32,46 @@ def pool_neighbours(
             its tokens of `weight` [kernel, head_dim] and `bias` [kernel] applied to the middle one.
         valid: bool [batch, tokens], False = padding, which is in no pool; empty ones are zero.
     """
-    place, real = _members(states, kernel, stride, valid)
-    taken = states[:, place]  # [batch, pools, kernel, heads, head_dim]
-    real = real[..., None, None]
+    real = _members(states, kernel, stride, valid)[:, :, None]
     if how == "max":
-        most = taken.masked_fill(~real, -torch.inf).amax(2)
-        return most.masked_fill(~real.any(2), 0.0)
-    taken = taken.masked_fill(~real, 0.0)
+        hidden = states if valid is None else _blank(states, valid, -torch.inf)
+        most = _neighbours(hidden, kernel, stride, -torch.inf).amax(-1)
+        return most.masked_fill(~real.any(-1, keepdim=True), 0.0)
+    taken = _neighbours(states if valid is None else _blank(states, valid, 0.0), kernel, stride)
     # Under autocast a GPU adds up, and takes a softmax, in float32: queries would not fit.
     if how == "mean":
-        mean = taken.sum(2) / real.sum(2).clamp(min=1).to(states.dtype)
+        mean = taken.sum(-1) / real.sum(-1, keepdim=True).clamp(min=1).to(states.dtype)
         return mean.to(states.dtype)
     assert weight is not None
-    middle = taken[:, :, kernel // 2] @ weight.mT.to(states.dtype)
+    share = taken[..., kernel // 2] @ weight.mT.to(states.dtype)  # [batch, pools, heads, kernel]
     if bias is not None:
-        middle = middle + bias.to(states.dtype)
-    share = middle.transpose(2, 3)[..., None]  # [batch, pools, kernel, heads, 1]
-    share = share.masked_fill(~real, torch.finfo(share.dtype).min).softmax(2)
-    return (taken * share).sum(2).to(states.dtype)
+        share = share + bias.to(states.dtype)
+    share = share.masked_fill(~real, torch.finfo(share.dtype).min).softmax(-1)
+    return (taken * share[..., None, :]).sum(-1).to(states.dtype)
 
 
 def count_members(states: Tensor, kernel: int, stride: int, valid: Tensor | None) -> Tensor:
     """[batch, pools]: how many tokens each stands for."""
-    return _members(states, kernel, stride, valid)[1].sum(2).expand(states.shape[0], -1)
+    return _members(states, kernel, stride, valid).sum(2).expand(states.shape[0], -1)
 
 
-def _members(
-    states: Tensor, kernel: int, stride: int, valid: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Places [pools, kernel] of the tokens of each pool, and which of them are there, [batch or 1,
-    pools, kernel]."""
-    tokens = states.shape[1]
-    first = torch.arange(0, tokens, stride, device=states.device)
-    place = first[:, None] + torch.arange(kernel, device=states.device)
-    real = (place < tokens)[None]
-    place = place.clamp(max=tokens - 1)
-    return place, real if valid is None else real & valid[:, place]
+def _members(states: Tensor, kernel: int, stride: int, valid: Tensor | None) -> Tensor:
+    """Bool [batch or 1, pools, kernel]: which tokens of each pool there are."""
+    if valid is None:
+        valid = torch.ones(1, states.shape[1], dtype=torch.bool, device=states.device)
+    return _neighbours(valid, kernel, stride)
+
+
+def _blank(states: Tensor, valid: Tensor, value: float) -> Tensor:
+    return states.masked_fill(~valid[..., None, None], value)
+
+
+def _neighbours(tensor: Tensor, kernel: int, stride: int, beyond: float = 0) -> Tensor:
+    """[batch, tokens, ...] -> [batch, pools, ..., kernel], a view; `beyond` behind the last."""
+    tokens = tensor.shape[1]
+    more = (-(-tokens // stride) - 1) * stride + kernel - tokens
+    wide = pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, more), value=beyond)
+    return wide.unfold(1, kernel, stride)
 
 
 def pooled_attention(
@@ -90,17 +96,34 @@ def pooled_attention(
     """
     left, right = window
     size = stride * -(-_QUERIES // stride)
-    blocks, per_block = -(-query.shape[1] // size), size // stride
-    before = -(-left // stride)
+    about = (query.shape[1], key.shape[1], size, left, right, kernel, stride)
+    listed, first, last = _lists(query, *about)
+    return listed_attention(
+        *(query, key, value, listed[None, None]),
+        size=size,
+        first=first,
+        last=last,
+        valid=visible,
+        dropout_p=dropout_p,
+    )
+
+
+@remembered
+def _lists(
+    device: torch.device,
+    queries: int,
+    pools: int,
+    size: int,
+    left: int,
+    right: int,
+    kernel: int,
+    stride: int,
+) -> tuple[Tensor, ...]:
+    """For blocks of `size` queries: pools, and the first and the last query that sees each."""
+    per_block, before = size // stride, -(-left // stride)
     count = before + per_block + right // stride + 1
-    first = torch.arange(blocks, device=query.device)[:, None] * per_block - before
-    listed = first + torch.arange(count, device=query.device)
-    listed = torch.where((listed >= 0) & (listed < key.shape[1]), listed, -1)[None, None]
-    if visible is not None:
-        listed = torch.where(visible[:, None, listed[0, 0].clamp(min=0)], listed, -1)
-
-    def inside(place: Tensor, pool: Tensor) -> Tensor:
-        begin = pool * stride
-        return (begin >= place - left) & (begin + kernel - 1 <= place + right)
-
-    return listed_attention(query, key, value, listed, inside, size=size, dropout_p=dropout_p)
+    block = torch.arange(-(-queries // size), device=device, dtype=torch.int32)[:, None]
+    listed = block * per_block + torch.arange(-before, count - before, device=device)
+    begin = listed * stride
+    listed = torch.where((listed >= 0) & (listed < pools), listed, -1)
+    return listed, begin + kernel - 1 - right, begin + left

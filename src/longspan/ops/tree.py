@@ -23,8 +23,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan.ops.listed import listed_attention
+from longspan.ops.remember import remembered
+from longspan.ops.spans import count_spans, serves, span_means
 
 _BLOCK = 64  # queries whose spans are listed together
+
+Bounds = tuple[tuple[int, int], ...]  # of each level: its first span, and behind its last
 
 
 class Level(NamedTuple):
@@ -72,6 +76,10 @@ def tree_attention(
         dropout_p: on the attention weights.
     """
     tokens = query.shape[1]
+    if serves(key):
+        keys, values, counts = span_means(key, value, valid, _levels(tokens, near), False)
+        lists = _lists(key, _from_zero(tokens, near, False), 0, tokens, near, causal=False)
+        return _attend(query, keys, values, lists, None if valid is None else counts > 0, dropout_p)
     both = _side_by_side(key, value)
     count = both.new_ones(1, tokens) if valid is None else valid.to(both.dtype)
     if valid is not None:
@@ -86,12 +94,9 @@ def tree_attention(
         both = (pad(both, (0, 0, 0, 0, 0, 0, 0, odd)).unflatten(1, (-1, 2)) * share).sum(2)
         levels.append(Level(both, 0))
         there.append(count)
-    lists = _lists(levels, 0, tokens, near, causal=False)
-    listed = lists.listed[None, None]
-    if valid is not None:
-        seen = torch.cat(there, 1)[:, lists.listed.clamp(min=0)] > 0  # [batch, blocks, count]
-        listed = torch.where(seen[:, None], listed, -1)
-    return _attend(query, levels, lists._replace(listed=listed), dropout_p)
+    lists = _lists(key, _from_zero(tokens, near, False), 0, tokens, near, causal=False)
+    seen = None if valid is None else torch.cat(there, 1) > 0
+    return _attend(query, *_together(levels, query), lists, seen, dropout_p)
 
 
 def causal_tree_attention(
@@ -107,6 +112,12 @@ def causal_tree_attention(
     of the tokens read `before`; and the tree after the last. Arguments as in `tree_attention`."""
     read, known = (0, []) if before is None else (before.tokens, before.levels(near))
     tokens = read + query.shape[1]
+    if before is None and serves(key):
+        bounds = _from_zero(tokens, near, True)
+        keys, values, _ = span_means(key, value, None, len(bounds), True)
+        lists = _lists(key, bounds, 0, tokens, near, causal=True)
+        out = _attend(query, keys, values, lists, None, dropout_p)
+        return out, Tree(_kept(keys, values, tokens, near), tokens)
     new, levels, kept = _side_by_side(key, value), [], []
     for number in range(_levels(tokens, near)):
         size, first = 2**number, 0
@@ -121,14 +132,36 @@ def causal_tree_attention(
         begin = read // (2 * size) if number + 1 < len(known) else 0
         pairs = slice(2 * begin - first, 2 * (tokens // (2 * size)) - first)
         new = new[:, pairs].unflatten(1, (-1, 2)).mean(2)
-    lists = _lists(levels, read, tokens, near, causal=True)
-    out = _attend(query, levels, lists._replace(listed=lists.listed[None, None]), dropout_p)
+    bounds = tuple((level.first, level.end) for level in levels)
+    lists = _lists(key, bounds, read, tokens, near, causal=True)
+    out = _attend(query, *_together(levels, query), lists, None, dropout_p)
     return out, Tree(torch.cat(kept, 1), tokens)
 
 
 def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
     """[batch, tokens, 2, heads, head_dim], in a precision to take means in."""
     return torch.stack((key, value), 2).to(torch.promote_types(key.dtype, torch.float32))
+
+
+def _together(levels: Sequence[Level], query: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch, spans, heads, head_dim] of all levels, finest first."""
+    key, value = torch.cat([level.both for level in levels], 1).to(query.dtype).unbind(2)
+    return key, value
+
+
+def _kept(keys: Tensor, values: Tensor, tokens: int, near: int) -> Tensor:
+    """Of the whole spans of so many tokens, what a token behind the last may see."""
+    own, offset = [], 0
+    for number, (_, end) in enumerate(_from_zero(tokens, near, True)):
+        own.append(slice(offset + _first_kept(tokens, 2**number, near), offset + end))
+        offset += end
+    key, value = (torch.cat([t.detach()[:, one] for one in own], 1) for t in (keys, values))
+    return _side_by_side(key, value)
+
+
+def _from_zero(tokens: int, near: int, whole: bool) -> Bounds:
+    """Of the levels of a tree of so many tokens."""
+    return tuple((0, end) for end in count_spans(tokens, _levels(tokens, near), whole))
 
 
 def _levels(tokens: int, near: int) -> int:
@@ -144,21 +177,36 @@ def _first_kept(tokens: int, size: int, near: int) -> int:
 class _Lists(NamedTuple):
     """For blocks of `size` queries, all spans that one of them sees, and a few more."""
 
-    listed: Tensor  # [..., blocks, count]: places in all levels put together; -1 = none
+    listed: Tensor  # [blocks, count]: places in all levels put together; -1 = none
     first: Tensor  # [blocks, count]: the first query of all that sees it there
     last: Tensor
     size: int
 
 
-def _lists(levels: Sequence[Level], read: int, tokens: int, near: int, *, causal: bool) -> _Lists:
-    """For the queries from place `read` to `tokens`. A span may be listed twice in a block: for
-    queries on its right and on its left."""
-    device = levels[0].both.device
+def _lists(
+    like: Tensor, bounds: Bounds, read: int, tokens: int, near: int, *, causal: bool
+) -> _Lists:
+    """For the queries from place `read` to `tokens`, of spans of which each level has those between
+    its bounds. A span may be listed twice in a block: for queries on its right and on its left."""
     size = min(_BLOCK, tokens - read)
-    block = torch.arange(read, tokens, size, device=device)[:, None]
+    listed, first, last = _made_lists(like, bounds, read, tokens, size, near, causal)
+    return _Lists(listed, first, last, size)
+
+
+@remembered
+def _made_lists(
+    device: torch.device,
+    bounds: Bounds,
+    read: int,
+    tokens: int,
+    size: int,
+    near: int,
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    block = torch.arange(read, tokens, size, device=device, dtype=torch.int32)[:, None]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     offset = 0
-    for number, level in enumerate(levels):
+    for number, (begins, ends) in enumerate(bounds):
         span = 2**number
         gap, parent_gap = near * (span - 1), near * (2 * span - 1)  # from the nearest token on
         # From which span on, and how many. A token sees itself, which is on neither side of it: so
@@ -168,29 +216,33 @@ def _lists(levels: Sequence[Level], read: int, tokens: int, near: int, *, causal
         if number == 0:
             sides = [(block - near, size + (near if causal else 2 * near))]
         for side, (begin, many) in enumerate(sides[:1] if causal else sides):
-            one = begin + torch.arange(many, device=device)
+            one = begin + torch.arange(many, device=device, dtype=torch.int32)
             parent = one // 2 * 2 * span
             # Seen by those to whom it is far enough away, and its parent is not.
             right = one * span + span - 1 + gap, parent + 2 * span - 2 + parent_gap
             left = parent - parent_gap + 1, one * span - gap
             first = left[0] if side == 1 or (number == 0 and not causal) else right[0]
             last = left[1] if side == 1 else right[1]
-            real = (one >= level.first) & (one < level.end)
-            place = torch.where(real, one - level.first + offset, -1)
+            real = (one >= begins) & (one < ends)
+            place = torch.where(real, one - begins + offset, -1)
             found.append((place, first - read, last - read))
-        offset += level.both.shape[1]
-    listed, first, last = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    return _Lists(listed, first, last, size)
+        offset += ends - begins
+    return tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
 
 
-def _attend(query: Tensor, levels: Sequence[Level], lists: _Lists, dropout_p: float) -> Tensor:
-    both = torch.cat([level.both for level in levels], 1).to(query.dtype)
-    key, value = both.unbind(2)
-
-    def inside(place: Tensor, keys: Tensor) -> Tensor:
-        block = place[:, 0] // lists.size  # [blocks, 1]
-        return (place >= lists.first[block]) & (place <= lists.last[block])
-
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: _Lists,
+    seen: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
     return listed_attention(
-        query, key, value, lists.listed, inside, size=lists.size, dropout_p=dropout_p
+        *(query, key, value, lists.listed[None, None]),
+        size=lists.size,
+        first=lists.first,
+        last=lists.last,
+        valid=seen,
+        dropout_p=dropout_p,
     )

@@ -45,8 +45,7 @@ def _routing_matched(case: FamilyCase) -> dict[str, Any]:
     return {"kind": "routing", "clusters": case.tokens // size, "size": size}
 
 
-# What is computed again in the backward pass asks for the generator's state, and a longest span is
-# read back: neither can be captured.
+# What is computed again in the backward pass asks for the generator's state: it cannot be captured.
 MECHANISMS = {
     "window": Mechanism("window", lambda c: {"window": c.reach, "global_tokens": False}),
     "linformer": Mechanism(
@@ -54,9 +53,7 @@ MECHANISMS = {
         lambda c: {"kind": "linformer", "length": c.tokens, "rank": min(c.tokens, c.reach // 2)},
     ),
     "performer": Mechanism("Performer", lambda c: {"kind": "performer", "features": c.reach // 2}),
-    "bigbird": Mechanism(
-        "BigBird", lambda c: {"kind": "bigbird", "block": c.reach // 8}, waits=True
-    ),
+    "bigbird": Mechanism("BigBird", lambda c: {"kind": "bigbird", "block": c.reach // 8}),
     "poolingformer": Mechanism(
         "Poolingformer",
         lambda c: {
@@ -64,10 +61,9 @@ MECHANISMS = {
             "window": c.reach // 2,
             "pooled_window": 2 * c.reach,
         },
-        waits=True,
     ),
     "blockwise": Mechanism("blockwise", lambda c: {"kind": "blockwise", "block": c.reach}),
-    "bp": Mechanism("BP", lambda c: {"kind": "bp", "near": max(1, c.reach // 32)}, waits=True),
+    "bp": Mechanism("BP", lambda c: {"kind": "bp", "near": max(1, c.reach // 32)}),
     "funnel": Mechanism("Funnel", lambda c: {"kind": "funnel", "stride": 2}),
     "clusterformer": Mechanism(
         "Cluster-Former",
@@ -94,14 +90,12 @@ MECHANISMS = {
             # A number that does not grow: all blocks before give theirs to each query.
             "summary": min(8, _root(c)),
         },
-        waits=True,
     ),
     "adaptive-span": Mechanism(
         "adaptive span",
         lambda c: {"kind": "adaptive_span", "longest": c.reach, "start": 1.0},
-        waits=True,
     ),
-    "causal-bp": Mechanism("BP", lambda c: {"kind": "bp", "near": c.reach // 16}, waits=True),
+    "causal-bp": Mechanism("BP", lambda c: {"kind": "bp", "near": c.reach // 16}),
     "shortformer": Mechanism(
         "Shortformer", lambda c: {"kind": "shortformer", "segment": c.reach // 2}
     ),
