@@ -20,23 +20,23 @@ def on_any_device(monkeypatch):
     monkeypatch.setattr(fused, "serves", lambda query, *rest: query.dtype != torch.float64)
 
 
-def tensors(tokens: int, dtype: torch.dtype, heads: int = 2, head_dim: int = 8) -> list[Any]:
+def tensors(tokens: int, dtype: torch.dtype, head_dim: int = 8) -> list[Any]:
     """Queries, keys and values; the latter two lie in memory as a projection leaves them."""
     torch.manual_seed(tokens)
-    query = torch.randn(2, tokens, heads, head_dim, dtype=torch.float64)
-    both = torch.randn(2, tokens, 2, heads, head_dim, dtype=torch.float64)
+    query = torch.randn(2, tokens, 2, head_dim, dtype=torch.float64)
+    both = torch.randn(2, tokens, 2, 2, head_dim, dtype=torch.float64)
     return [t.to(dtype).requires_grad_() for t in (query, *both.unbind(2))]
 
 
-def routes(tokens: int, count: int, size: int, heads: int = 2) -> torch.Tensor:
+def routes(tokens: int, count: int, size: int) -> torch.Tensor:
     """Tokens of several clusters and of none, slots without a member."""
-    places = torch.rand(2, count, heads, tokens).argsort(-1)[..., : min(size, tokens)]
+    places = torch.rand(2, count, 2, tokens).argsort(-1)[..., : min(size, tokens)]
     return places.masked_fill(torch.rand(places.shape) < 0.2, -1)
 
 
 def results(given: list[Any], by: Any, **how: Any) -> list[torch.Tensor]:
     """Output and gradients, of clusters or of places."""
-    attend = routed_attention if "size" not in how else clustered_attention
+    attend: Any = routed_attention if "size" not in how else clustered_attention
     out = attend(*given, by, **how)
     torch.manual_seed(1)
     gradient = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
@@ -50,7 +50,7 @@ def compare(given: list[Any], by: Any, **how: Any) -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     tokens=st.integers(1, 45),
     rounds=st.integers(1, 4),
@@ -92,7 +92,7 @@ def test_the_last_queries_alone():
     torch.testing.assert_close(last, whole[:, -20:])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     tokens=st.integers(1, 45),
     count=st.integers(1, 5),
@@ -130,14 +130,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_no_less_precise(case, head_dim, dtype, device, monkeypatch):
     if device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies no bfloat16")
-    given, how = tensors(70, dtype, head_dim=head_dim), dict(CASES[case])
+    given, how = tensors(50, dtype, head_dim=head_dim), dict(CASES[case])
     rounds = how.pop("rounds", None)
-    by = torch.randint(0, 4, (2, 70, 2, rounds)) if rounds else routes(70, 5, 20)
+    by = torch.randint(0, 4, (2, 50, 2, rounds)) if rounds else routes(50, 4, 20)
     exact = results([t.detach().double().requires_grad_() for t in given], by, **how)
     found = results(given, by, **how)
     monkeypatch.setattr(fused, "serves", lambda *given: False)
@@ -150,12 +150,12 @@ def test_it_is_no_less_precise(case, head_dim, dtype, device, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_dropout(case):
     """Weights are dropped or made larger, as many as was asked for, backward the same ones."""
-    how = dict(CASES[case]) | {"dropout_p": 0.4}
+    how: dict[str, Any] = CASES[case] | {"dropout_p": 0.4}
     rounds = how.pop("rounds", None)
-    query, key, _ = tensors(48, torch.float32, head_dim=48)
-    by = torch.randint(0, 2, (2, 48, 2, rounds)) if rounds else routes(48, 3, 16)
+    query, key, _ = tensors(32, torch.float32, head_dim=32)
+    by = torch.randint(0, 2, (2, 32, 2, rounds)) if rounds else routes(32, 3, 16)
     attend = clustered_attention if rounds else routed_attention
-    value = torch.eye(48)[None, :, None].expand(2, -1, 2, -1).clone().requires_grad_()
+    value = torch.eye(32)[None, :, None].expand(2, -1, 2, -1).clone().requires_grad_()
 
     def weights(**more: Any) -> torch.Tensor:
         torch.manual_seed(3)
@@ -167,7 +167,7 @@ def test_dropout(case):
         kept = found != 0
         torch.testing.assert_close(found[kept], whole[kept] / 0.6)
         assert 0.5 < float(kept.sum() / (whole != 0).sum()) < 0.7
-    assert 0.9 < float(found.sum() / whole.sum()) < 1.1
+    assert 0.9 < float(found.detach().sum() / whole.detach().sum()) < 1.1
     gradient = torch.randn(found.shape)
     grads = torch.autograd.grad(found, (query, key, value), gradient)
     # Linear in the values; a small step along the gradient of the others.
@@ -195,9 +195,7 @@ def test_it_is_a_proper_operator():
     torch.library.opcheck(fused._attend, arguments)
     out, _, lse = fused._attend(*arguments)
     saved = [t.detach() for t in (out, *given, out, lse)]
-    torch.library.opcheck(
-        fused._backward, (*saved, places, marks, None, None, None, *numbers)
-    )
+    torch.library.opcheck(fused._backward, (*saved, places, marks, None, None, None, *numbers))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,6 +17,7 @@ from longspan.ops.window.dropout import new_seed, threshold
 LOG2E = math.log2(math.e)
 _ROUNDS = 16  # at the most; programs grow with them
 _WIDEST = 256  # head size
+_LARGEST = 128  # tile
 _SETTLED = 1024  # tokens that one program puts in their places
 
 
@@ -85,22 +86,33 @@ def routed(
 
 def _settled_shapes(clusters, order, size, causal):
     batch, heads, rounds, tokens = clusters.shape
-    marked = (batch, heads, tokens, rounds) if causal or rounds > 1 else (0,)
+    marked = (batch, heads, rounds, rounds, _span(tokens)) if causal or rounds > 1 else (0,)
     return clusters.new_empty(clusters.shape), clusters.new_empty(marked)
+
+
+def _span(slots: int) -> int:
+    """Of a row of marks: wide pieces, and the last tile may be read to its end."""
+    return (slots + _LARGEST + 15) // 16 * 16
 
 
 @operator("cluster_places", fake=_settled_shapes)
 def _settle(clusters: Tensor, order: Tensor, size: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Of sorted clusters [batch, heads, rounds, tokens] and their tokens: which token stands in
-    each slot, ~token for padding, and the marks [batch, heads, tokens, rounds] if they matter."""
+    each slot, ~token for padding, and, if they matter, the marks that it has in all rounds [batch,
+    heads, rounds, rounds, span]."""
     from longspan.ops.clustered import kernels  # on first use: the package can be imported without
 
+    clusters, order = clusters.contiguous(), order.contiguous()
     places, marks = _settled_shapes(clusters, order, size, causal)
     batch, heads, rounds, tokens = clusters.shape
-    kernels.settle[(-(-tokens // _SETTLED), batch * heads * rounds)](
-        clusters.contiguous(), order.contiguous(), places, marks, tokens, size,
-        ROUNDS=rounds, CAUSAL=causal, MARKED=marks.numel() > 0, BM=_SETTLED,
+    by_token = torch.empty_like(clusters) if rounds > 1 else marks
+    grid, span = (-(-tokens // _SETTLED), batch * heads * rounds), _span(tokens)
+    kernels.settle[grid](
+        clusters, order, places, by_token, marks, tokens, span, size,
+        ROUNDS=rounds, CAUSAL=causal, BM=_SETTLED,
     )  # fmt: skip
+    if rounds > 1:
+        kernels.spread[grid](order, by_token, marks, tokens, span, ROUNDS=rounds, BM=_SETTLED)
     return places, marks
 
 
@@ -138,7 +150,7 @@ def _attend(
 
     Args:
         places: [batch, heads or 1, rounds, slots].
-        marks: [batch, heads or 1, tokens, rounds]; see `kernels`.
+        marks: [batch, heads or 1, rounds, rounds, span], see `kernels`; anything if none matter.
         slots, start: those of each token are slots[start[token] : start[token + 1]]; None if each
             token has one in every round.
     """
@@ -156,7 +168,7 @@ def _attend(
     kernels.forward[(-(-count // tile["BM"]), rounds, batch * heads)](
         query, key, value, into, sums, places, marks, _or(start, lse), _or(seed, lse),
         *_strides(query, key, value),
-        tokens, count, heads, places.shape[1], size, before, reach, scale * LOG2E,
+        tokens, count, _span(count), heads, places.shape[1], size, before, reach, scale * LOG2E,
         *_chance(dropout_p), **options, **tile, **launch,
     )  # fmt: skip
     shape: Any = {"HEAD_DIM": head_dim, "D": options["D"]}
@@ -203,25 +215,26 @@ def _backward(
     grad, query, key, value = (_dense(t) for t in (grad, query, key, value))
     batch, tokens, heads, head_dim = query.shape
     rounds, count = places.shape[2:]
-    delta = torch.empty_like(lse)
+    sums = lse.new_empty((2, rounds, batch, heads, count))
     # A row has a part in every round, and these are added up in float32.
     grads = query.new_empty((rounds, 3, batch, lse.shape[2], heads, head_dim))
     options: Any = _options(query, rounds, causal, slots is not None, self_last, dropout_p)
     numbers = (
         *_strides(query, key, value, grad),
-        *(tokens, count, heads, places.shape[1], size, before, reach, scale * LOG2E, scale),
+        *(tokens, count, _span(count), heads, places.shape[1], size, before, reach),
+        *(scale * LOG2E, scale),
         *_chance(dropout_p),
     )
     seed = _or(seed, lse)
-    # The queries' kernel goes first: it leaves delta for the other.
+    # The queries' kernel goes first: it leaves sums for the other.
     tile, launch = _tile(query, "backward_query")
     kernels.backward_query[(-(-count // tile["BM"]), rounds, batch * heads)](
-        query, key, value, out, grad, lse, delta, grads, places, marks, seed,
+        query, key, value, out, grad, lse, sums, grads, places, marks, seed,
         *numbers, **options, **tile, **launch,
     )  # fmt: skip
     tile, launch = _tile(query, "backward_key")
     kernels.backward_key[(-(-count // tile["BN"]), rounds, batch * heads)](
-        query, key, value, grad, lse, delta, grads, places, marks, _or(start, lse), seed,
+        query, key, value, grad, sums, grads, places, marks, _or(start, lse), seed,
         *numbers, **options, **tile, **launch,
     )  # fmt: skip
     if slots is None:

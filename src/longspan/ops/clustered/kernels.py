@@ -1,5 +1,5 @@
-"""The fused kernels behind `fused.py`. Tokens stay where they are: a program takes some slots of one
-round's sorted order, and reads and writes the rows of the tokens that stand in them.
+"""The fused kernels behind `fused.py`. Tokens stay where they are: a program takes some slots of
+one round's sorted order, and reads and writes the rows of the tokens that stand in them.
 
 Reading aids:
 
@@ -7,7 +7,8 @@ Reading aids:
   and sees nothing. Each token has one slot in each round, so that its row belongs to one program,
   and nothing is ever atomic: results do not depend on the order in which programs run.
 - *Marks.* Of two tokens one sees the other in a round if its mark there is at least as large, and
-  larger by no more than `reach`. Within their own round chunks tell the same, without reading.
+  larger by no more than `reach`. Those of tokens in all rounds are laid out in the order of each,
+  rows of `span` that may be read beyond their end.
 - *Rounds.* A key that a token sees in several counts once, as part of it in each. With the
   log-sum-exp over all of them, weights backward are those of one softmax: rounds add up.
 - *ROUTED.* Clusters choose their members, so a token may stand in many slots, or none: rows are
@@ -28,60 +29,81 @@ from longspan.ops.window.kernels import is_kept, load_rows, row_key, store_rows
 NEVER = tl.constexpr(-1.0e30)
 PADDING = tl.constexpr(0x7FFFFFFF)  # the cluster of what is none, sorted last
 
-# Lengths and sizes vary from call to call; strides keep their divisibility, which decides how wide
-# memory is read.
-NUMBERS = ["n", "slots", "heads", "lists", "size", "before", "reach", "drop"]
+# Lengths vary from call to call; strides and sizes of chunks keep their divisibility, which decides
+# how wide memory is read.
+NUMBERS = ["n", "slots", "heads", "lists", "before", "drop"]
 
 
 @remembered
-@triton.jit(do_not_specialize=["n", "size"])
+@triton.jit(do_not_specialize=["n", "span", "size"])
 def settle(
-    CLUSTERS, ORDER, PLACES, MARKS, n, size,
-    ROUNDS: tl.constexpr, CAUSAL: tl.constexpr, MARKED: tl.constexpr, BM: tl.constexpr,
+    CLUSTERS, ORDER, PLACES, BY_TOKEN, MARKS, n, span, size,
+    ROUNDS: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Of clusters and tokens in sorted order [lists, rounds, n]: PLACES, and MARKS by token."""
+    """Of clusters and tokens in sorted order [lists, rounds, n]: PLACES, and marks, by token if
+    they are to be looked up from other rounds."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     here = slot < n
     cluster = tl.load(CLUSTERS + row * n + slot, mask=here, other=0)
     token = tl.load(ORDER + row * n + slot, mask=here, other=0).to(tl.int32)
     tl.store(PLACES + row * n + slot, tl.where(cluster == PADDING, ~token, token), mask=here)
-    if MARKED:
-        # Causally, tokens of different clusters are kept further apart than the reach.
-        mark = slot + cluster * (size + 1) if CAUSAL else slot // size
-        MARKS += (row // ROUNDS * n) * ROUNDS + row % ROUNDS
-        tl.store(MARKS + token * ROUNDS, mark, mask=here)
+    # Causally, tokens of different clusters are kept further apart than the reach.
+    mark = slot + cluster * (size + 1) if CAUSAL else slot // size
+    if ROUNDS > 1:
+        BY_TOKEN += (row // ROUNDS * n) * ROUNDS + row % ROUNDS
+        tl.store(BY_TOKEN + token * ROUNDS, mark, mask=here)
+    elif CAUSAL:
+        tl.store(MARKS + row * span + slot, mark, mask=here)
+
+
+@remembered
+@triton.jit(do_not_specialize=["n", "span"])
+def spread(ORDER, BY_TOKEN, MARKS, n, span, ROUNDS: tl.constexpr, BM: tl.constexpr):
+    """The marks that tokens have in all rounds, in the order of each."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    here = slot < n
+    token = tl.load(ORDER + row * n + slot, mask=here, other=0).to(tl.int32)
+    BY_TOKEN += (row // ROUNDS * n) * ROUNDS
+    MARKS += row * ROUNDS * span
+    for other in tl.static_range(ROUNDS):
+        mark = tl.load(BY_TOKEN + token * ROUNDS + other, mask=here, other=0)
+        tl.store(MARKS + other * span + slot, mark, mask=here)
 
 
 @triton.jit
-def own_marks(
-    place, slot, MARKS, number, size, ROUNDS: tl.constexpr, CAUSAL: tl.constexpr
-):  # fmt: skip
-    """The marks of tokens in their own round."""
+def own_marks(slot, MARKS, number, span, CAUSAL: tl.constexpr):
+    """What a token's own round compares: marks, of which chunks alone can do without reading."""
     if CAUSAL:
-        return tl.load(MARKS + place * ROUNDS + number, mask=place >= 0, other=0)
-    return slot // size
+        return tl.load(MARKS + number * span + slot)
+    return slot
 
 
 @triton.jit
 def visible(
-    x, i, j, mark_i, mark_j, MARKS, number, reach,
+    x, ok, i, j, slot_i, slot_j, MARKS, number, span, reach,
     ROUNDS: tl.constexpr, SELF_LAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of queries at places i and keys at places j, which broadcast together: -inf for what
-    is not seen, and less by the share of other rounds for what is."""
-    ok = ((mark_i - mark_j).to(tl.uint32) <= reach.to(tl.uint32)) & (j >= 0)
+    is not `ok` in their own round, and less by the share of other rounds for what is."""
+    ok = ok & (j >= 0)
     if SELF_LAST:
         ok = ok & (i != j)
     if ROUNDS > 1:
         times = tl.full(x.shape, 1.0, tl.float32)
         for step in tl.static_range(1, ROUNDS):
-            other = (number + step) % ROUNDS
-            one = tl.load(MARKS + i * ROUNDS + other, mask=i >= 0, other=0)
-            two = tl.load(MARKS + j * ROUNDS + other, mask=j >= 0, other=0)
-            times += tl.where((one - two).to(tl.uint32) <= reach.to(tl.uint32), 1.0, 0.0)
+            other = (number + step) % ROUNDS * span
+            apart = tl.load(MARKS + other + slot_i) - tl.load(MARKS + other + slot_j)
+            times += tl.where(apart.to(tl.uint32) <= tl.cast(reach, tl.uint32), 1.0, 0.0)
         x -= tl.log2(times)
     return tl.where(ok, x, float("-inf"))
+
+
+@triton.jit
+def between(mark, low, width):
+    """low <= mark < low + width in one comparison: unsigned, what lies below wraps to the top."""
+    return (mark[None, :] - low[:, None]).to(tl.uint32) < tl.cast(width, tl.uint32)
 
 
 @triton.jit
@@ -96,7 +118,7 @@ def members(START, batch, head, heads, n, place, live):
 def forward(
     Q, K, V, OUT, LSE, PLACES, MARKS, START, SEED,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    n, slots, heads, lists, size, before, reach, scale, drop, boost,
+    n, slots, span, heads, lists, size, before, reach, scale, drop, boost,
     ROUNDS: tl.constexpr, CAUSAL: tl.constexpr, ROUTED: tl.constexpr, SELF_LAST: tl.constexpr,
     DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
@@ -108,7 +130,7 @@ def forward(
     rows = slots if ROUTED else n
     batches = (tl.num_programs(2) // heads).to(tl.int64)
     PLACES += ((batch * lists + head % lists) * ROUNDS + number) * slots
-    MARKS += (batch * lists + head % lists) * n * ROUNDS
+    MARKS += ((batch * lists + head % lists) * ROUNDS + number) * ROUNDS * span
     slot = first + tl.arange(0, BM)
     place = tl.load(PLACES + slot, mask=slot < slots, other=-1)
     live = place >= 0
@@ -116,9 +138,11 @@ def forward(
     K += batch * k_batch + head * k_head
     V += batch * v_batch + head * v_head
     q = load_rows(Q + batch * q_batch + head * q_head, place, q_token, live, HEAD_DIM, D)
-    mark = own_marks(place, slot, MARKS, number, size, ROUNDS, CAUSAL)
     begin = tl.maximum(first - reach, 0) if CAUSAL else tl.maximum(first // size - before, 0) * size
     end = tl.minimum(first + BM if CAUSAL else ((first + BM - 1) // size + 1) * size, slots)
+    mark = own_marks(slot, MARKS, number, span, CAUSAL)
+    low = mark - reach if CAUSAL else (mark // size - before) * size
+    width = reach + 1 if CAUSAL else (before + 1) * size
     chance = row
     if DROPOUT:
         chance = row_key(SEED, (batch * heads + head) * ROUNDS + number, row)
@@ -131,11 +155,11 @@ def forward(
         listed = tl.load(PLACES + others, mask=others < end, other=-1)
         k = load_rows(K, listed, k_token, listed >= 0, HEAD_DIM, D)
         v = load_rows(V, listed, v_token, listed >= 0, HEAD_DIM, D)
-        marked = own_marks(listed, others, MARKS, number, size, ROUNDS, CAUSAL)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         x = visible(
-            x, place[:, None], listed[None, :], mark[:, None], marked[None, :],
-            MARKS, number, reach, ROUNDS, SELF_LAST,
+            x, between(own_marks(others, MARKS, number, span, CAUSAL), low, width),
+            place[:, None], listed[None, :], slot[:, None], others[None, :],
+            MARKS, number, span, reach, ROUNDS, SELF_LAST,
         )  # fmt: skip
         new = tl.maximum(peak, tl.max(x, 1))
         p = tl.exp2(x - new[:, None])
@@ -231,22 +255,23 @@ def gather(
 @remembered
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_query(
-    Q, K, V, OUT, GRAD, LSE, DELTA, GRADS, PLACES, MARKS, SEED,
+    Q, K, V, OUT, GRAD, LSE, SUMS, GRADS, PLACES, MARKS, SEED,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head,
-    n, slots, heads, lists, size, before, reach, scale, factor, drop, boost,
+    n, slots, span, heads, lists, size, before, reach, scale, factor, drop, boost,
     ROUNDS: tl.constexpr, CAUSAL: tl.constexpr, ROUTED: tl.constexpr, SELF_LAST: tl.constexpr,
     DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One round's part in the gradient of the queries of BM slots, the first of GRADS [rounds, 3,
-    batch, rows, heads, dim]; and delta = sum(out * grad) per row, for the keys' kernel."""
+    batch, rows, heads, dim]; and SUMS [2, rounds, batch, heads, slots] for the keys' kernel, the
+    log-sum-exp and delta = sum(out * grad), in the order of each round."""
     first, number = tl.program_id(0) * BM, tl.program_id(1)
     batch, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
     rows = slots if ROUTED else n
     batches = (tl.num_programs(2) // heads).to(tl.int64)
     PLACES += ((batch * lists + head % lists) * ROUNDS + number) * slots
-    MARKS += (batch * lists + head % lists) * n * ROUNDS
+    MARKS += ((batch * lists + head % lists) * ROUNDS + number) * ROUNDS * span
     slot = first + tl.arange(0, BM)
     place = tl.load(PLACES + slot, mask=slot < slots, other=-1)
     live = place >= 0
@@ -258,12 +283,15 @@ def backward_query(
     OUT += batch * rows * heads * HEAD_DIM + head * HEAD_DIM
     out = load_rows(OUT, row, heads * HEAD_DIM, live, HEAD_DIM, D)
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
-    sums = (batch * heads + head) * rows + row
-    tl.store(DELTA + sums, delta, mask=(slot < slots) & (number == 0))
-    lse = tl.load(LSE + sums, mask=live, other=float("inf"))
-    mark = own_marks(place, slot, MARKS, number, size, ROUNDS, CAUSAL)
+    lse = tl.load(LSE + (batch * heads + head) * rows + row, mask=live, other=float("inf"))
+    SUMS += ((number * batches + batch) * heads + head) * slots + slot
+    tl.store(SUMS, lse, mask=slot < slots)
+    tl.store(SUMS + ROUNDS * batches * heads * slots, delta, mask=slot < slots)
     begin = tl.maximum(first - reach, 0) if CAUSAL else tl.maximum(first // size - before, 0) * size
     end = tl.minimum(first + BM if CAUSAL else ((first + BM - 1) // size + 1) * size, slots)
+    mark = own_marks(slot, MARKS, number, span, CAUSAL)
+    low = mark - reach if CAUSAL else (mark // size - before) * size
+    width = reach + 1 if CAUSAL else (before + 1) * size
     chance = row
     if DROPOUT:
         chance = row_key(SEED, (batch * heads + head) * ROUNDS + number, row)
@@ -274,11 +302,11 @@ def backward_query(
         listed = tl.load(PLACES + others, mask=others < end, other=-1)
         k = load_rows(K, listed, k_token, listed >= 0, HEAD_DIM, D)
         v = load_rows(V, listed, v_token, listed >= 0, HEAD_DIM, D)
-        marked = own_marks(listed, others, MARKS, number, size, ROUNDS, CAUSAL)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         x = visible(
-            x, place[:, None], listed[None, :], mark[:, None], marked[None, :],
-            MARKS, number, reach, ROUNDS, SELF_LAST,
+            x, between(own_marks(others, MARKS, number, span, CAUSAL), low, width),
+            place[:, None], listed[None, :], slot[:, None], others[None, :],
+            MARKS, number, span, reach, ROUNDS, SELF_LAST,
         )  # fmt: skip
         p = tl.exp2(x - lse[:, None])
         dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
@@ -293,10 +321,10 @@ def backward_query(
 @remembered
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_key(
-    Q, K, V, GRAD, LSE, DELTA, GRADS, PLACES, MARKS, START, SEED,
+    Q, K, V, GRAD, SUMS, GRADS, PLACES, MARKS, START, SEED,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head,
-    n, slots, heads, lists, size, before, reach, scale, factor, drop, boost,
+    n, slots, span, heads, lists, size, before, reach, scale, factor, drop, boost,
     ROUNDS: tl.constexpr, CAUSAL: tl.constexpr, ROUTED: tl.constexpr, SELF_LAST: tl.constexpr,
     DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
@@ -308,21 +336,23 @@ def backward_key(
     rows = slots if ROUTED else n
     batches = (tl.num_programs(2) // heads).to(tl.int64)
     PLACES += ((batch * lists + head % lists) * ROUNDS + number) * slots
-    MARKS += (batch * lists + head % lists) * n * ROUNDS
+    MARKS += ((batch * lists + head % lists) * ROUNDS + number) * ROUNDS * span
     slot = first + tl.arange(0, BN)
     place = tl.load(PLACES + slot, mask=slot < slots, other=-1)
     live = place >= 0
     row = slot if ROUTED else tl.where(live, place, ~place)
     Q += batch * q_batch + head * q_head
     GRAD += batch * g_batch + head * g_head
-    LSE += (batch * heads + head) * rows
-    DELTA += (batch * heads + head) * rows
+    LSE = SUMS + ((number * batches + batch) * heads + head) * slots
+    DELTA = LSE + ROUNDS * batches * heads * slots
     k = load_rows(K + batch * k_batch + head * k_head, place, k_token, live, HEAD_DIM, D)
     v = load_rows(V + batch * v_batch + head * v_head, place, v_token, live, HEAD_DIM, D)
-    mark = own_marks(place, slot, MARKS, number, size, ROUNDS, CAUSAL)
     begin = first if CAUSAL else first // size * size
     end = first + BN + reach if CAUSAL else ((first + BN - 1) // size + before + 1) * size
     end = tl.minimum(end, slots)
+    mark = own_marks(slot, MARKS, number, span, CAUSAL)
+    low = mark if CAUSAL else mark // size * size
+    width = reach + 1 if CAUSAL else (before + 1) * size
     stream = (batch * heads + head) * ROUNDS + number
 
     dk = tl.zeros((BN, D), tl.float32)
@@ -330,21 +360,21 @@ def backward_key(
     for s in range(begin, end, BM):
         others = s + tl.arange(0, BM)
         asking = tl.load(PLACES + others, mask=others < end, other=-1)
-        there = others if ROUTED else asking
         q = load_rows(Q, asking, q_token, asking >= 0, HEAD_DIM, D)
         g = load_rows(GRAD, asking, g_token, asking >= 0, HEAD_DIM, D)
-        lse = tl.load(LSE + there, mask=asking >= 0, other=float("inf"))
-        delta = tl.load(DELTA + there, mask=asking >= 0, other=0.0)
-        marked = own_marks(asking, others, MARKS, number, size, ROUNDS, CAUSAL)
+        lse = tl.load(LSE + others, mask=others < end, other=float("inf"))
+        delta = tl.load(DELTA + others, mask=others < end, other=0.0)
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
         x = visible(
-            x, asking[None, :], place[:, None], marked[None, :], mark[:, None],
-            MARKS, number, reach, ROUNDS, SELF_LAST,
+            x, between(own_marks(others, MARKS, number, span, CAUSAL), low, width),
+            asking[None, :], place[:, None], others[None, :], slot[:, None],
+            MARKS, number, span, reach, ROUNDS, SELF_LAST,
         )  # fmt: skip
         p = tl.exp2(x - lse[None, :])
         dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         kept = p
         if DROPOUT:
+            there = others if ROUTED else asking
             keep = is_kept(row_key(SEED, stream, there)[None, :], place[:, None], drop)
             kept = tl.where(keep, p * boost, 0.0)
             dp = tl.where(keep, dp * boost, 0.0)
@@ -353,8 +383,7 @@ def backward_key(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     if SELF_LAST:
         # Who sees itself alone in all rounds returns the mean of their values.
-        lse = tl.load(LSE + row, mask=live, other=float("inf"))
-        alone = lse < 0.5 * NEVER
+        alone = live & (tl.load(LSE + slot, mask=slot < slots, other=0.0) < 0.5 * NEVER)
         if tl.max(alone.to(tl.int32), 0) > 0:
             if DROPOUT:
                 alone = alone & is_kept(row_key(SEED, stream, row), place, drop)
