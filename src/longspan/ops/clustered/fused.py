@@ -163,7 +163,7 @@ def _attend(
     into, sums = (out, lse) if slots is None else (parts, lse)
     if rounds > 1:
         into, sums = (t.new_empty((rounds, *t.shape)) for t in (out, lse))
-    tile, launch = _tile(query, "forward")
+    tile, launch = _tile(query, rounds, "forward")
     options: Any = _options(query, rounds, causal, slots is not None, self_last, dropout_p)
     kernels.forward[(-(-count // tile["BM"]), rounds, batch * heads)](
         query, key, value, into, sums, places, marks, _or(start, lse), _or(seed, lse),
@@ -227,12 +227,12 @@ def _backward(
     )
     seed = _or(seed, lse)
     # The queries' kernel goes first: it leaves sums for the other.
-    tile, launch = _tile(query, "backward_query")
+    tile, launch = _tile(query, rounds, "backward_query")
     kernels.backward_query[(-(-count // tile["BM"]), rounds, batch * heads)](
         query, key, value, out, grad, lse, sums, grads, places, marks, seed,
         *numbers, **options, **tile, **launch,
     )  # fmt: skip
-    tile, launch = _tile(query, "backward_key")
+    tile, launch = _tile(query, rounds, "backward_key")
     kernels.backward_key[(-(-count // tile["BN"]), rounds, batch * heads)](
         query, key, value, grad, sums, grads, places, marks, _or(start, lse), seed,
         *numbers, **options, **tile, **launch,
@@ -305,9 +305,9 @@ def _rows_at_a_time(padded: int) -> int:
     return max(16, 4096 // padded)
 
 
-def _tile(query: Tensor, kernel: str) -> tuple[Any, Any]:
-    """Rows that a program owns and streams, and how it is launched: what leaves several programs on
-    a processor, as there is little to overlap within one."""
+def _tile(query: Tensor, rounds: int, kernel: str) -> tuple[Any, Any]:
+    """Rows that a program owns and streams, and how it is launched: chosen by what compilers say of
+    registers, so that several programs fit on a processor, as there is little to overlap in one."""
     head_dim, warps = query.shape[3], 4
     if query.dtype == torch.float32:
         own, other = (64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (16, 16)
@@ -315,7 +315,8 @@ def _tile(query: Tensor, kernel: str) -> tuple[Any, Any]:
     elif head_dim > 128:
         own, other, warps = 64, 32, 8
     else:
-        own, other = 64, 64
+        # Comparing rounds, and two gradients at a time, take registers.
+        own, other = 64, 32 if rounds > 1 or kernel == "backward_key" else 64
     if not query.is_cuda:
         own, other = 16, 16  # interpreted: so that tests have several tiles
     tile = {"BM": other, "BN": own} if kernel == "backward_key" else {"BM": own, "BN": other}
