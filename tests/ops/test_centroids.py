@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.ops import centroids as module
-from longspan.ops.centroids import nearest, spherical_kmeans, strongest, sums_of
+from longspan.ops.centroids import hashed, nearest, spherical_kmeans, strongest, sums_of
 
 pytestmark = pytest.mark.usefixtures("on_device")
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def fused(request, monkeypatch):
+    """Whether by the kernels: interpreted, where there is no GPU."""
+    if request.param:
+        pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(module, "serves", lambda tensor: request.param)
 
 
 @pytest.mark.parametrize("together", [1, 2**24])
@@ -20,9 +28,26 @@ def test_nearest_is_the_largest_product(together, monkeypatch):
     assert torch.equal(nearest(points, directions), products.argmax(-1))
 
 
+@pytest.mark.parametrize("dim", [4, 100])
+@pytest.mark.usefixtures("fused")
+def test_directions_and_their_opposites(dim):
+    torch.manual_seed(0)
+    points, directions = torch.randn(2, 37, 3, dim), torch.randn(2, 3, 21, dim)
+    products = torch.einsum("bnhd,rhkd->bnhrk", points, directions)
+    wanted = torch.cat((products, -products), dim=-1).argmax(-1)
+    assert torch.equal(hashed(points, directions), wanted)
+    # As a projection leaves them; and of another precision than the directions.
+    both = torch.stack((points, points), dim=2).half()
+    found = nearest(both[:, :, 1], directions[0])
+    products = torch.einsum("bnhd,hkd->bnhk", points.half().float(), directions[0])
+    assert torch.equal(found, products.argmax(-1))
+
+
+@pytest.mark.usefixtures("fused")
 def test_of_equals_the_first_is_nearest():
     points = torch.ones(1, 3, 1, 2)
-    assert nearest(points, torch.ones(1, 4, 2)).eq(0).all()
+    assert nearest(points, torch.ones(1, 40, 2)).eq(0).all()
+    assert hashed(torch.zeros(1, 3, 1, 2), torch.ones(1, 1, 40, 2)).eq(0).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -54,6 +79,31 @@ def test_the_strongest_are_chosen_and_of_equals_the_earlier(
                 wanted = sorted(real, key=lambda i, row=row: (-round(row[i], 4), i))[:size]
                 own = [i for i in found[b, c, h].tolist() if i >= 0]
                 assert own == sorted(wanted)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 700),
+    share=st.floats(0, 1),
+    distinct=st.sampled_from([1, 2, 3, 50, 10**6]),
+    spread=st.sampled_from([1e-3, 1.0, 1e30]),
+    none=st.floats(0, 1),
+)
+def test_the_largest_are_found_without_sorting(tokens, share, distinct, spread, none):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    torch.manual_seed(tokens)
+    scores = torch.randint(-distinct, distinct + 1, (2, 3, tokens)) / distinct * spread
+    scores = scores.masked_fill(torch.rand(scores.shape) < none, -torch.inf)
+    scores = torch.where((scores == 0) & (torch.rand(scores.shape) < 0.5), -0.0, scores)
+    size = max(1, round(share * tokens))
+    assert torch.equal(module._select(scores, size), module._largest(scores, size))
+
+
+def test_they_are_proper_operators():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    points, directions = torch.randn(1, 9, 2, 4), torch.randn(3, 2, 5, 4)
+    torch.library.opcheck(module._nearest, (points, directions, True))
+    torch.library.opcheck(module._select, (torch.randn(2, 20), 7))
 
 
 def test_kmeans_finds_well_separated_clusters():

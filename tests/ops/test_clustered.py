@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.ops import clustered as module
 from longspan.ops.clustered import clustered_attention, routed_attention
+from longspan.ops.clustered import plain as module
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -21,25 +21,22 @@ import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from longspan.ops import round_kernels
 from longspan.ops.rows import kernels as late_kernels
 from longspan.ops.window import kernels, row_kernels
 
-INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES", "AT", "MARKS", "MARKED", "LISTED"}
+INTEGERS = {"START", "STOP", "HOLES", "RANK", "PLACES", "AT"}
 FLOATS = {"LSE", "DELTA", "PART", "PART_LSE", "PART_MASS", "WHOLE", "WHOLE_LSE", "WHOLE_MASS",
-          "MASS", "DMASS", "SUMS", "GRAD_SUMS"}
+          "MASS", "DMASS"}
 
 def build(name, capability, kind, options=None, **chosen):
-    found = (getattr(module, name, None) for module in (kernels, row_kernels, late_kernels,
-                                                      round_kernels))
+    found = (getattr(module, name, None) for module in (kernels, row_kernels, late_kernels))
     function = next(kernel for kernel in found if kernel is not None).kernel
     flags = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BG": 16, "MOST": 64, "DILATED": False,
              "BOUNDED": True, "GLOBAL": True, "CAUSAL": False, "ROWS": True, "DROPOUT": False,
              "BULK": False, "HEADS": 4, "PRECISION": "tf32x3",
              "DIM": 184, "WIDE": 128, "NARROW": 64, "BR": 16, "HD": 32, "BK": 64, "BC": 64,
              "INNER": 96, "PARTS": 2, "WEIGHTS": 3, "BIASES": 3,
-             "PROJECT": True, "BIASED": True, "SOFTMAX": True,
-             "ROUNDS": 4, "SELF_LAST": True} | chosen
+             "PROJECT": True, "BIASED": True, "SOFTMAX": True} | chosen
     signature, constants, hints = {}, {}, {}
     for place, argument in enumerate(function.arg_names):
         if argument in flags:
@@ -74,7 +71,7 @@ if capability >= 90 and kind == "bf16" and name in ("pool", "pool_backward"):
         tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     assert "STACK:0 " in used, used
-elif capability >= 90 and kind == "bf16" and "softmax" not in name:  # the GPU's copy engine
+elif capability >= 90 and kind == "bf16":  # the GPU's copy engine
     assert build(name, capability, kind, HEAD_DIM=64, D=64, BULK=True, ROWS=False).asm["cubin"]
 """
 
@@ -108,6 +105,47 @@ for head_dim in (32, 64, 128):
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 
+CLUSTERS = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from longspan.ops import centroid_kernels
+from longspan.ops.clustered import kernels
+
+INTEGERS = {"CLUSTERS": "i32", "PLACES": "i32", "BY_TOKEN": "i32", "MARKS": "i32", "START": "i32",
+            "ORDER": "i64", "SLOTS": "i64", "SEED": "i64", "FOUND": "i64"}
+FLOATS = {"LSE", "PART_LSE", "SUMS", "SCORES"}
+NAMES = ("settle", "spread", "forward", "merge", "gather", "backward_query", "backward_key",
+         "nearest", "select")
+
+capability, kind = int(sys.argv[1]), sys.argv[2]
+for name in NAMES:
+    rich = ("forward", "backward_query", "backward_key")
+    variants = [{}] if name not in rich else [
+        {}, {"ROUTED": True, "ROUNDS": 1, "DROPOUT": True}, {"CAUSAL": True, "SELF_LAST": False},
+    ]
+    module = kernels if hasattr(kernels, name) else centroid_kernels
+    function = getattr(module, name).kernel
+    for variant in variants:
+        flags = {"ROUNDS": 3, "CAUSAL": False, "ROUTED": False, "SELF_LAST": True, "MEAN": True,
+                 "DROPOUT": False, "HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BK": 32,
+                 "BLOCK": 512, "OPPOSITES": True, "PRECISION": "tf32x3"} | variant
+        signature, constants, hints = {}, {}, {}
+        for place, argument in enumerate(function.arg_names):
+            if argument in flags:
+                signature[argument] = "constexpr"
+                constants[(place,)] = flags[argument]
+            elif argument.isupper():
+                pointer = "fp32" if argument in FLOATS else INTEGERS.get(argument, kind)
+                signature[argument] = "*" + pointer
+                hints[(place,)] = [["tt.divisibility", 16]]
+            else:
+                signature[argument] = "fp32" if argument in ("scale", "factor", "boost") else "i32"
+        source = ASTSource(function, signature, constants, hints)
+        assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+"""
+
 KERNELS = (
     "forward",
     "backward_query",
@@ -125,8 +163,6 @@ KERNELS = (
     "pool_backward",
     "weight_grads",
     "return_rows",
-    "softmax",
-    "softmax_backward",
 )
 TARGETS = [(80, "fp16"), (90, "bf16"), (90, "fp32")]
 
@@ -143,6 +179,14 @@ def test_compiles_for_a_real_gpu(kernel, target, monkeypatch):
 def test_the_kernel_for_hopper_compiles(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     _run(HOPPER)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="an NVIDIA toolchain is needed")
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_the_kernels_of_clusters_compile(target, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    capability, kind = target
+    _run(CLUSTERS, str(capability), kind)
 
 
 def _run(program: str, *arguments: str) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from longspan.layers.causal import Attended, CausalAttention
 from longspan.layers.clusters import ClusterCache, unit
 from longspan.layers.document import DocumentAttention
-from longspan.ops.centroids import nearest
+from longspan.ops.centroids import hashed
 from longspan.ops.clustered import clustered_attention
 
 
@@ -38,8 +38,7 @@ class Hashes(nn.Module):
         """[batch, tokens, heads, head_dim] -> [batch, tokens, heads, rounds]."""
         half = self.directions
         half = torch.randn_like(half) if self.fresh and self.training else half
-        both = torch.cat((half, -half), dim=2)
-        return torch.stack([nearest(points, one) for one in both], dim=-1)
+        return hashed(points, half)
 
 
 class ReformerAttention(DocumentAttention):

@@ -1,26 +1,51 @@
 """Which of several directions tokens are nearest to, and directions that many tokens are near to.
 
 Products are formed for a few tokens or directions at a time, so that memory does not grow with
-their number times the number of tokens. Nothing here has a gradient.
+their number times the number of tokens. On a GPU fused kernels compare them. Nothing here has a
+gradient.
 """
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-_SCORES = 2**24  # products that are formed at a time
+from longspan.ops.operator import operator
+
+# Products that are formed at a time; on a GPU every time has to be launched, for many rows.
+_SCORES = 2**24
+_SCORES_ON_GPU = 2**27
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether the fused kernels do."""
+    fits = tensor.dtype != torch.float64 and tensor.numel() > 0
+    return tensor.is_cuda and fits and find_spec("triton") is not None
 
 
 @torch.no_grad()
 def nearest(points: Tensor, directions: Tensor) -> Tensor:
     """[batch, tokens, heads, dim], [heads, count, dim] -> [batch, tokens, heads]: the direction
     with the largest product, the first of equals."""
+    if serves(points) and directions.dtype != torch.float64:
+        return _nearest(points, directions[None], False)[..., 0]
     points, directions = _wide(points, directions)
     batch, heads, _, _ = points.shape
     with torch.autocast(points.device.type, enabled=False):
         some = max(1, _SCORES // max(1, batch * heads * directions.shape[1]))
         found = [(part @ directions.mT).argmax(-1) for part in points.split(some, dim=2)]
     return torch.cat(found, dim=2).transpose(1, 2)
+
+
+@torch.no_grad()
+def hashed(points: Tensor, directions: Tensor) -> Tensor:
+    """[batch, tokens, heads, dim], [rounds, heads, count, dim] -> [batch, tokens, heads, rounds]:
+    in each round, the nearest of the directions and, numbered behind these, their opposites."""
+    if serves(points) and directions.dtype != torch.float64:
+        return _nearest(points, directions, True)
+    both = torch.cat((directions, -directions), dim=2)
+    return torch.stack([nearest(points, one) for one in both], dim=-1)
 
 
 @torch.no_grad()
@@ -34,13 +59,14 @@ def strongest(points: Tensor, directions: Tensor, size: int, valid: Tensor | Non
     size = min(size, tokens)
     found = []
     with torch.autocast(points.device.type, enabled=False):
-        some = max(1, _SCORES // max(1, batch * heads * tokens))
+        most = _SCORES_ON_GPU if serves(points) else _SCORES
+        some = max(1, most // max(1, batch * heads * tokens))
         for part in directions.split(some, dim=1):
             scores = (part @ points.mT).float()
             if valid is not None:
                 scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
-            found.append(_largest(scores, size))
-    return torch.cat(found, dim=2).transpose(1, 2)
+            found.append((_select if serves(scores) else _largest)(scores, size))
+    return (found[0] if len(found) == 1 else torch.cat(found, dim=2)).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -91,3 +117,46 @@ def _largest(scores: Tensor, size: int) -> Tensor:
     found = scores.gather(-1, chosen) > -torch.inf
     ordered = torch.where(found, chosen, tokens).sort(-1).values
     return torch.where(ordered < tokens, ordered, -1)
+
+
+def _found(points, directions, opposites):
+    batch, tokens, heads, _ = points.shape
+    found = points.new_empty((batch, heads, directions.shape[0], tokens), dtype=torch.long)
+    return found.permute(0, 3, 1, 2)
+
+
+@operator("nearest", fake=_found)
+def _nearest(points: Tensor, directions: Tensor, opposites: bool) -> Tensor:
+    """See `hashed`."""
+    from longspan.ops import centroid_kernels  # on first use: the package can be imported without
+
+    points = points if points.stride(3) == 1 else points.contiguous()
+    directions = directions.contiguous()
+    batch, tokens, heads, dim = points.shape
+    rounds, _, count, _ = directions.shape
+    found = _found(points, directions, opposites)
+    own = 64 if points.is_cuda else 16
+    wide = max(16, min(64, 1 << (dim - 1).bit_length()))
+    centroid_kernels.nearest[(-(-tokens // own), rounds, batch * heads)](
+        points, directions, found, *points.stride()[:3], tokens, heads, count, dim,
+        OPPOSITES=opposites, BM=own, BN=own, BK=wide, PRECISION="tf32x3", num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+def _selected(scores, size):
+    return scores.new_empty((*scores.shape[:-1], size), dtype=torch.long)
+
+
+@operator("largest", fake=_selected)
+def _select(scores: Tensor, size: int) -> Tensor:
+    """See `_largest`, of float32."""
+    from longspan.ops import centroid_kernels
+
+    scores, found = scores.contiguous(), _selected(scores, size)
+    tokens = scores.shape[-1]
+    block = min(4096, max(256, 1 << (tokens - 1).bit_length()))
+    centroid_kernels.select[(scores.numel() // tokens,)](
+        scores, found, tokens, size, BLOCK=block, num_warps=8
+    )
+    return found

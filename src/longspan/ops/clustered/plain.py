@@ -1,22 +1,9 @@
-"""Attention among tokens that belong together by content: sort, chunk, attend, unsort.
-
-Each head sorts its tokens by the cluster they are in, those of one cluster by position, padding
-last, cuts the result into chunks, and attends within these:
-
-- encoders: every token of a chunk sees the chunk and the `before` chunks in front of it;
-- causally: every token sees the last `size` tokens of its own cluster before it. Chunks would
-  depend on what follows: a later token moves the ones sorted behind it into other chunks.
-
-With several rounds, each with clusters of its own, a token sees what it sees in any of them, each
-key once: rounds are merged by their log-sum-exp, and a key that several have in common is
-discounted in each. Clusters may also choose their members, any number or none of them sharing a
-token (`routed_attention`).
+"""Attention within clusters in PyTorch's own operations, any device: sort, chunk, attend, unsort.
 
 Memory is linear in the number of tokens: chunks are computed a few at a time and, while gradients
-are wanted, again in the backward pass. Plain PyTorch, any device.
+are wanted, again in the backward pass.
 """
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import repeat
@@ -27,13 +14,11 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from longspan.ops.rounds import NEVER, round_softmax, serves
-
+NEVER = -1e30  # the log-sum-exp of a round in which a token saw itself alone
 # Scores that are computed at a time, over all batch rows and heads. On a GPU every time has to be
 # launched, so there are no more than some of them.
 _SCORES = 2**23
 _TIMES = 16
-_FEW = 8  # queries that are held against all keys instead of sorting these
 
 
 class How(NamedTuple):
@@ -54,50 +39,22 @@ class _Sorted(NamedTuple):
     mark: Tensor  # [batch, tokens, heads]
 
 
-def clustered_attention(
+def clustered(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     clusters: Tensor,
     *,
     size: int,
-    before: int = 0,
-    causal: bool = False,
-    self_last: bool = False,
-    valid: Tensor | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
+    before: int,
+    causal: bool,
+    self_last: bool,
+    valid: Tensor | None,
+    dropout_p: float,
+    scale: float,
 ) -> Tensor:
-    """[batch, queries, heads, head_dim]; rows of padding are zero.
-
-    Args:
-        query: [batch, queries, heads, head_dim]; causally they may be fewer than the keys, and are
-            then those of the last tokens.
-        key, value: [batch, tokens, heads, head_dim].
-        clusters: [batch, tokens, heads or 1, rounds], numbers from 0.
-        size: tokens in a chunk; causally, how many others a token sees at most.
-        before: how many chunks in front are seen, for encoders.
-        causal: see above.
-        self_last: a token sees itself only if it would see nothing else, for queries that are
-            their own keys and would see little but themselves.
-        valid: bool [batch, tokens], False = padding, for encoders.
-        dropout_p: on the attention weights.
-    """
-    batch, tokens, heads, head_dim = key.shape
-    queries, rounds = query.shape[1], clusters.shape[3]
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    if causal and (before or valid is not None):
-        raise ValueError("causal=True goes neither with before nor with valid; leave them out")
-    if not causal and queries != tokens:
-        raise ValueError(f"{queries} queries for {tokens} keys: only causally they may differ")
-    if clusters.shape[:2] != (batch, tokens) or clusters.shape[2] not in (1, heads):
-        raise ValueError(
-            f"clusters must be [{batch}, {tokens}, {heads} or 1, rounds], not {[*clusters.shape]}"
-        )
-    if causal and queries < tokens and queries <= _FEW:
-        return _write_on(query, key, value, clusters, size, self_last, dropout_p, scale)
-    size = min(size, tokens)
-    query = pad(query, (0, 0, 0, 0, tokens - queries, 0))
+    """`clustered_attention` of as many queries as keys."""
+    heads, rounds = query.shape[2], clusters.shape[3]
     clusters = clusters.expand(-1, -1, heads, -1)
     made = [_sort(clusters[..., r], size, causal, valid) for r in range(rounds)]
     reach = size if causal else before
@@ -116,38 +73,22 @@ def clustered_attention(
         for number, one in enumerate(made)
     ]
     out = _merge(parts, query.dtype) if rounds > 1 else parts[0][0]
-    if valid is not None:
-        out = out.masked_fill(~valid[..., None, None], 0.0)
-    return out[:, tokens - queries :]
+    return out if valid is None else out.masked_fill(~valid[..., None, None], 0.0)
 
 
-def routed_attention(
+def routed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     places: Tensor,
     *,
-    self_last: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
+    self_last: bool,
+    dropout_p: float,
+    scale: float,
 ) -> Tensor:
-    """[batch, tokens, heads, head_dim]: attention among the members of each cluster. A token of
-    several clusters gets the mean of what it makes of each, one of none zeros.
-
-    Args:
-        query, key, value: [batch, tokens, heads, head_dim].
-        places: [batch, clusters, heads, size], the members of each cluster, -1 = none.
-        self_last, dropout_p: as in `clustered_attention`.
-    """
+    """`routed_attention`."""
     batch, tokens, heads, head_dim = query.shape
-    how = How(
-        before=0,
-        reach=None,
-        self_last=self_last,
-        merged=False,
-        dropout_p=dropout_p,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
-    )
+    how = How(0, None, self_last, merged=False, dropout_p=dropout_p, scale=scale)
     there = _rows(places.clamp(min=0), tokens).flatten()
     q, k, v = (
         t.reshape(-1, head_dim).index_select(0, there).view(*places.shape, head_dim)
@@ -371,18 +312,13 @@ def _weighed(
         query, key = query.to(wide), key.to(wide)  # whose products may be out of its range
     with torch.autocast(query.device.type, enabled=False):
         scores = query @ key.mT
-    if serves(scores):
-        assert how.reach is not None
-        about = (number, how.reach, how.self_last, how.scale)
-        weights, sums = round_softmax(scores, marks, marked, places, listed, *about)
-    else:
-        inside, times = _within(marks, marked, number, how)
-        seen, alone = _seen(places, listed, inside, how)
-        scores = scores.to(wide) * how.scale - times.to(wide).clamp(min=1).log()
-        scores = scores.masked_fill(~seen, -torch.inf)
-        sums = scores.logsumexp(-1)
-        weights = (scores - sums[..., None]).exp()
-        sums = sums if alone is None else sums.masked_fill(alone[..., 0], NEVER)
+    inside, times = _within(marks, marked, number, how)
+    seen, alone = _seen(places, listed, inside, how)
+    scores = scores.to(wide) * how.scale - times.to(wide).clamp(min=1).log()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums[..., None]).exp()
+    sums = sums if alone is None else sums.masked_fill(alone[..., 0], NEVER)
     return dropout(weights, how.dropout_p).to(value.dtype) @ value, sums
 
 
@@ -420,34 +356,3 @@ def _merge(parts: list[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> Ten
     total = sum(out * share[..., number, None] for number, (out, _) in enumerate(parts))
     assert isinstance(total, Tensor)
     return total.to(dtype)
-
-
-def _write_on(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clusters: Tensor,
-    size: int,
-    self_last: bool,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """Causally, for a few queries: each against all keys."""
-    tokens, queries = key.shape[1], query.shape[1]
-    place = torch.arange(tokens, device=key.device)
-    own = place[tokens - queries :, None]
-    # [batch, heads, rounds, queries, keys]
-    cluster = clusters.movedim(1, -1)
-    same = cluster[..., tokens - queries :, None] == cluster[..., None, :]
-    same = same & (place < own)
-    nearer = same.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # members from a key to the query
-    seen = (same & (nearer <= size)).any(2)
-    itself = place == own
-    seen = seen | (itself & ~seen.any(-1, keepdim=True)) if self_last else seen | itself
-    out = scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (query, key, value)),
-        attn_mask=seen,
-        dropout_p=dropout_p,
-        scale=scale,
-    )
-    return out.transpose(1, 2)
