@@ -43,6 +43,7 @@ def dense(
             if valid is not None:
                 once = once * valid[b]
             if spans is not None:
+                assert first is not None
                 left = ramp + spans[h] - (i - first[block, slot])
                 once = once * (left / ramp).clamp(0.0, 1.0)
             more = torch.zeros_like(weight)
