@@ -41,7 +41,11 @@ def study(
         Path | None, typer.Option(help="The text: a file, or a folder of documents.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Of training for each run.")
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Of training for each run; 2 for rivals, windows and causal, else by steps.",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -95,16 +99,17 @@ def study(
     trained from scratch unless --model names another.
     [bold]lra-listops[/], [bold]lra-text[/]: Long Range Arena with every kind that encoders have, as
     many steps for each or, with --minutes, as much time; the published table beside ours.
+
     Interrupted, the same command goes on; what failed is named, and tried again by it. Each run is
     measured when it is done; [bold]longspan plot[/] joins runs of several studies.
 
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
+    [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
     [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
     With --prepare first, and the same options, processes of --lengths 1024, 4096 and 16384 may then
     run side by side; without --lengths the command puts them together.
-    [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     """
     from transformers.utils import logging
 
@@ -312,7 +317,7 @@ def plot(
     step: _Step = 256,
     shared: _Shared = False,
 ) -> None:
-    """One table of several runs, and figures: how they learned, and how far they look.
+    """One table of language models' runs, and figures: how they learned, how far they look.
 
     Bits per character on valid and test, RECL, characters per second, memory; curves against time,
     characters and steps; loss by position, and by distance from a document's beginning. The best
