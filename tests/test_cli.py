@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import longspan
@@ -24,6 +26,24 @@ def invoke(*arguments: str, code: int = 0) -> str:
 
 def test_version() -> None:
     assert invoke("--version") == f"longspan {longspan.__version__}\n"
+
+
+def commands() -> dict[str, Any]:
+    whole: Any = get_command(app)
+    found = dict(whole.commands)
+    bench = found.pop("bench").commands
+    return found | {f"bench {name}": command for name, command in bench.items()}
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_help_has_an_example_with_options_that_exist(name: str) -> None:
+    command = commands()[name]
+    examples = re.findall(rf"\[bold\]longspan {name}\b(.*?)\[/\]", command.help)
+    assert examples or not command.params or name == "doctor"
+    known = {option for one in command.params for option in one.opts}
+    for example in examples:
+        assert set(re.findall(r"(?<!\S)--[\w-]+", example)) <= known
+    assert all(one.help for one in command.params if one.name != "context")
 
 
 def test_doctor_names_every_backend() -> None:
@@ -221,6 +241,11 @@ def test_training_mistakes_are_said_before_anything_starts(tmp_path: Path) -> No
     assert "did you mean steps?" in toy_run(tmp_path, "--set", "phases.0.step=3", code=2)
     assert "expected int" in toy_run(tmp_path, "--set", "seed=x", code=2)
     assert "no run to resume" in toy_run(tmp_path, "--resume", code=2)
+    ignored = toy_run(tmp_path, "--model", "bert", "--several", code=2)
+    assert (
+        "--model, --several: for finetuning on examples; enwik8-small is a language model"
+        in ignored
+    )
     assert not (tmp_path / "run").exists()
     toy_run(tmp_path)
     assert "holds a run already" in toy_run(tmp_path, code=2)

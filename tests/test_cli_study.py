@@ -39,6 +39,13 @@ def test_a_study_trains_and_plots(text, tmp_path):
     assert "rival-dense: done before" in run(*command)
     shown = run("plot", tmp_path / "out" / "rival-dense", "--output", tmp_path / "one", *FEW)
     assert "rival-dense" in shown
+    drawn = tmp_path / "one" / "runs-curves.svg"
+    before = drawn.read_bytes()
+    drawn.unlink()
+    again = run("plot", tmp_path / "one" / "runs.json")
+    assert "rival-dense" in again
+    assert "measur" not in again
+    assert drawn.read_bytes() == before
 
 
 def test_what_is_done_survives_what_is_not(text, tmp_path, monkeypatch):
@@ -117,10 +124,17 @@ def test_positions(text, tmp_path):
         (["study", "windows", "--set", "nimutes=2"], "nimutes is unknown; did you mean minutes"),
         (["study", "windows"], "give --data PATH"),
         (["plot", "nowhere"], "holds no run"),
+        (["plot", "runs.json"], "No such file"),
+        (["plot", "other.json"], "other.json is no results file of longspan plot"),
+        (["plot", "cut.json"], "cut.json is not JSON"),
+        (["plot", "runs", "other.json"], "other.json is drawn as it is: give no other runs"),
+        (["plot", "other.json", "--shared"], "other.json is drawn as it is: give no other runs"),
     ],
 )
 def test_mistakes_are_named(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.json").write_text('{"arms": []}')
+    (tmp_path / "cut.json").write_text('{"runs": [')
     done = RUNNER.invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())

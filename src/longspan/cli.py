@@ -13,13 +13,15 @@ app = typer.Typer(
     name="longspan",
     help="Transformers that read whole documents.\n\n"
     "Start with [bold]longspan doctor[/]: it says what can run here. "
-    "Then [bold]longspan demo[/] shows what it is for.",
+    "Then [bold]longspan demo[/] shows what it is for. "
+    "[bold]longspan COMMAND --help[/] has examples.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
 )
 bench_app = typer.Typer(
-    help="Measure time and memory; tables, targets and figures come with it.",
+    help="Measure time and memory; tables, targets and figures come with it.\n\n"
+    "[bold]longspan bench attention --quick[/] takes a minute or two, also on a CPU.",
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
@@ -86,15 +88,17 @@ def convert(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            exists=True, dir_okay=False, help="A text file to compare the two models on, as well."
+            exists=True,
+            dir_okay=False,
+            help="A text file to compare the two models on, as well; may be repeated.",
         ),
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(help="int8: keep the weights of the layers as int8, for inference on a CPU."),
+        typer.Option(help="int8: weights of the layers as int8, for a CPU; not by default."),
     ] = None,
 ) -> None:
-    """Make a pretrained encoder long.
+    """Make a pretrained model long.
 
     BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA or ModernBERT, or the encoder of BART or
     mBART; a Longformer or LED comes over as it is. Weights, head, labels and tokenizer are kept,
@@ -104,6 +108,7 @@ def convert(
     made, or a run's best one, is copied with its tokenizer, longer or int8 if you ask for it.
 
     [bold]longspan convert roberta-base roberta-long --max-length 4096[/]
+    [bold]longspan convert runs/stars stars-int8 --quantize int8 --text review.txt[/]
     """
     from transformers.utils import logging
 
@@ -150,7 +155,7 @@ def demo(
     ] = None,
     ask: Annotated[
         list[str] | None,
-        typer.Option(help="A question about it; may be given several times."),
+        typer.Option(help="A question about it; may be repeated."),
     ] = None,
     length: Annotated[
         int, typer.Option(min=512, help="Tokens read at a time: positions of the long model.")
@@ -226,7 +231,8 @@ _Dtype = Annotated[
 ]
 _Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 _Only = Annotated[
-    list[str] | None, typer.Option(help="Only this contender; may be given several times.")
+    list[str] | None,
+    typer.Option(help="Only this contender, a wrong name lists them; may be repeated."),
 ]
 _Output = Annotated[
     Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
@@ -341,6 +347,8 @@ def finetuning(
     forward, backward, clipping, AdamW, logging. Beside it stands the training step that
     [bold]longspan bench models[/] measures, and how long a million characters take to become
     tokens. Writes [bold]finetuning-<device>.json[/].
+
+    [bold]longspan bench finetuning --quick[/] tries it on a small model in a minute or two.
     """
     from transformers.utils import logging
 
@@ -366,6 +374,9 @@ def family(
     Beside them the best public implementations of some, where they are installed
     (pip install '.\\[bench-rivals]'), and the error of those that approximate softmax attention.
     Writes [bold]family-<device>.json[/] after every point and goes on where it stopped.
+
+    [bold]longspan bench family --quick[/] takes a minute or two;
+    [bold]longspan bench family --only window --only performer[/] narrows the field.
     """
     _bench("family", quick, device, dtype, threads, lengths, only or [], output, fresh)
 
@@ -428,7 +439,11 @@ def _bench(
 def report(
     file: Annotated[Path, typer.Argument(help="The JSON file of an earlier run.")],
 ) -> None:
-    """Print the tables of a results file again and redraw its figures beside it."""
+    """Print the tables of a results file again and redraw its figures beside it.
+
+    [bold]longspan bench report bench/results/attention-cpu.json[/]; for the files of
+    [bold]longspan plot[/], which hold runs, it is [bold]longspan plot FILE[/].
+    """
     _report(file, _console())
 
 

@@ -41,7 +41,11 @@ def study(
         Path | None, typer.Option(help="The text: a file, or a folder of documents.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Of training for each run.")
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Of training for each run; 2 for rivals, windows and causal, else by steps.",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -95,16 +99,17 @@ def study(
     trained from scratch unless --model names another.
     [bold]lra-listops[/], [bold]lra-text[/]: Long Range Arena with every kind that encoders have, as
     many steps for each or, with --minutes, as much time; the published table beside ours.
+
     Interrupted, the same command goes on; what failed is named, and tried again by it. Each run is
     measured when it is done; [bold]longspan plot[/] joins runs of several studies.
 
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
+    [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
     [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
     With --prepare first, and the same options, processes of --lengths 1024, 4096 and 16384 may then
     run side by side; without --lengths the command puts them together.
-    [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     """
     from transformers.utils import logging
 
@@ -294,7 +299,13 @@ def _arena(
 
 @commands.command()
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs on the same text.")],
+    context: typer.Context,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders of runs on the same text, or the JSON file of an earlier plot."
+        ),
+    ],
     output: Annotated[
         Path, typer.Option(file_okay=False, help="Folder for the JSON file and the figures.")
     ] = Path("build/plot"),
@@ -306,28 +317,43 @@ def plot(
     step: _Step = 256,
     shared: _Shared = False,
 ) -> None:
-    """One table of several runs, and figures: how they learned, and how far they look.
+    """One table of language models' runs, and figures: how they learned, how far they look.
 
     Bits per character on valid and test, RECL, characters per second, memory; curves against time,
     characters and steps; loss by position, and by distance from a document's beginning. The best
     checkpoint of each run counts. Writes [bold]runs.json[/] first and draws from it. A run that was
     measured alike before is not measured again, and needs no more than its measured.json.
+
+    [bold]longspan plot runs/books runs/other[/]
+    [bold]longspan plot bench/results/books.json[/] draws that file's figures again, beside it.
     """
     from transformers.utils import logging
 
-    from longspan.analyze.runs import Probe
+    from longspan.analyze.runs import Probe, read_results
 
     logging.disable_progress_bar()
     try:
+        for one in runs:
+            if one.suffix == ".json":
+                options = [name for name in context.params if _given(context, name)]
+                if options != ["runs"] or len(runs) > 1:
+                    raise ValueError(f"{one} is drawn as it is: give no other runs nor options")
+                _show(read_results(one), one.with_suffix(""))
+                return
         _plot(runs, Probe(limit, rows, longest, tokens, step, step), data, output, shared=shared)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
+def _given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _plot(
     runs: list[Path], probe: "Probe", data: Path | None, output: Path, *, shared: bool = False
 ) -> None:
-    from longspan.analyze.run_figures import draw, markdown, table
+    from longspan.analyze.run_figures import markdown
     from longspan.analyze.runs import measure
     from longspan.train.checkpoint import write_json, write_text
 
@@ -337,8 +363,15 @@ def _plot(
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "runs.json", found)
     write_text(output / "runs.md", markdown(found))
+    _show(found, output / "runs")
+
+
+def _show(found: dict[str, Any], stem: Path) -> None:
+    from longspan.analyze.run_figures import draw, table
+
+    console = console_for_logs()
     console.print(table(found))
-    for path in draw(found, output / "runs"):
+    for path in draw(found, stem):
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
 
 

@@ -12,11 +12,13 @@ commands = typer.Typer()
 _PANEL = "Finetuning on examples"
 
 
-def _option(help: str, **more: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=_PANEL, **more)
+def _option(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=_PANEL, **more)
 
 
-Model = Annotated[str | None, _option("What to start from: a folder, or a name on the hub.")]
+Model = Annotated[
+    str | None, _option("What to start from: a folder, a run's folder, or a name on the hub.")
+]
 Valid = Annotated[str | None, _option("Validation examples; by default taken from the data.")]
 Test = Annotated[str | None, _option("Test examples; by default taken from the data.")]
 Text = Annotated[str | None, _option("The column of the text.")]
@@ -24,9 +26,13 @@ Label = Annotated[str | None, _option("The column of the label.")]
 Question = Annotated[str | None, _option("The column of the question.")]
 Answers = Annotated[str | None, _option("The column of the answers.")]
 Choices = Annotated[str | None, _option("The column of the answers to choose from.")]
-Several = Annotated[bool, _option("An example may have several labels, or none.")]
+Several = Annotated[bool, _option("An example may have several labels, or none.", "--several")]
 TooLong = Annotated[
-    str | None, _option("What to do with documents beyond the model: refuse, split or head.")
+    str | None,
+    _option(
+        "Documents beyond the model: refuse them, split them, or read their head; refuse unless "
+        "the recipe says otherwise."
+    ),
 ]
 Seeds = Annotated[int, _option("Runs, each with another seed; mean and deviation.", min=1)]
 
@@ -111,7 +117,13 @@ def predict(
     ] = False,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
-    """Predict every row of a table, in its order, as JSON lines; a killed one can be resumed."""
+    """Predict every row of a table, in its order, as JSON lines; a killed one can be resumed.
+
+    By a run of [bold]longspan train[/] on examples. The file may be whatever it takes as --data.
+
+    [bold]longspan predict runs/stars new.csv[/]
+    [bold]longspan predict runs/papers new.jsonl --stream[/]
+    """
     from transformers.utils import logging
 
     from longspan.tasks.predict import Pipeline, predict_file, write_clusters
@@ -179,6 +191,8 @@ def compare(
 
     Finetunes one checkpoint with the same examples in four ways (first tokens only, chunk and pool,
     long with windows only, long with global tokens) and says which to take.
+
+    [bold]longspan compare --data reviews.csv --text body --label stars --model roberta-base[/]
     """
     from transformers.utils import logging
 

@@ -32,7 +32,11 @@ def train(
         typer.Option("--set", help="key=value, e.g. phases.0.steps=100; may be repeated."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="The text: a file, or a folder of documents.")
+        Path | None,
+        typer.Option(
+            help="Text: a file, or a folder of documents. Examples: CSV, TSV, JSON lines, Parquet, "
+            "or hub:NAME."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="The run's folder; runs/RECIPE by default.")
@@ -55,12 +59,15 @@ def train(
     too_long: cli_tasks.TooLong = None,
     seeds: cli_tasks.Seeds = 1,
 ) -> None:
-    """Train a language model, or finetune an encoder on examples.
+    """Train a language model, or finetune a pretrained model on examples.
 
     Stop it at any time; [bold]--resume[/] goes on from the last checkpoint, to the same losses.
+    Columns of examples are called text, label and so on, or as in the data that a recipe is for,
+    unless you name yours.
 
-    [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data. Several GPUs:
-    [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
+    [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data.
+    [bold]longspan train classify --data reviews.csv --text body --label stars --model NAME[/]
+    Several GPUs: [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
     """
     from os import environ
 
@@ -103,6 +110,17 @@ def train(
         if data is not None:
             settings["data.path"] = str(data)
         chosen = find(recipe)
+        for_examples = {
+            **{"--model": model, "--valid": valid, "--test": test, "--text": text},
+            **{"--label": label, "--question": question, "--answers": answers},
+            **{"--choices": choices, "--several": several, "--too-long": too_long},
+            "--seeds": seeds > 1,
+        }
+        given = [name for name, value in for_examples.items() if value]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: for finetuning on examples; {recipe} is a language model"
+            )
         chosen = change(shrink(chosen) if small else chosen, settings)
         task = CharLM(chosen)
         with device("meta"):
@@ -126,10 +144,11 @@ def train(
 @commands.command("eval")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    split: Annotated[str, typer.Option(help="valid or test.")] = "test",
+    split: Annotated[str, typer.Option(help="valid, test or train.")] = "test",
     data: Annotated[Path | None, typer.Option(help="The text, if it has moved.")] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value, e.g. evaluation.length=4096.")
+        list[str] | None,
+        typer.Option("--set", help="key=value, e.g. evaluation.length=4096; may be repeated."),
     ] = None,
     documents: Annotated[
         bool, typer.Option("--documents", help="Each document by itself, from its beginning.")
@@ -137,7 +156,10 @@ def evaluate(
     limit: Annotated[int, typer.Option(min=0, help="Bytes to score; 0 = all.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
-    """Bits per character of a run, measured as its recipe says, with much before every byte."""
+    """Bits per character of a language model's run, each byte with much before it.
+
+    Measured as its recipe says. [bold]longspan eval runs/books --split valid --limit 100000[/]
+    """
     from torch import autocast, bfloat16
     from transformers.utils import logging
 
@@ -187,14 +209,22 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest byte every time.")
     ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Only among the k likeliest.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Only among the k likeliest; all by default.")
+    ] = None,
     top_p: Annotated[
         float, typer.Option(help="Only among the likeliest that reach this probability.")
     ] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed writes the same text; any by default.")
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
-    """Write on from a prompt; the text appears as it is made."""
+    """Write on from a prompt, by a language model; the text appears as it is made.
+
+    [bold]longspan generate --prompt "It was"[/] takes a model of novels that came along;
+    [bold]longspan generate runs/tiny --prompt "def "[/] takes a run's.
+    """
     from transformers.utils import logging
 
     from longspan.models.sampling import Sampler
@@ -235,10 +265,12 @@ def package(
         int, typer.Option(min=0, help="Bytes of valid and test to score for the card; 0 = all.")
     ] = 0,
 ) -> None:
-    """Make a run's best checkpoint small enough to be carried along, with a card.
+    """Make a language model's best checkpoint small enough to be carried along, with a card.
 
     Weights are written in bfloat16, and at most 12 MB of them. The card says how the model was
     made and what it scores, measured of the weights that were written.
+
+    [bold]longspan package runs/books-small --limit 100000[/]
     """
     from transformers.utils import logging
 

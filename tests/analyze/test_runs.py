@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from rich.console import Console
 
 from longspan.analyze import runs as side_by_side
-from longspan.analyze.run_figures import _looks, draw, markdown, rows
-from longspan.analyze.runs import Probe, measure
+from longspan.analyze.run_figures import _interesting, _looks, draw, markdown, rows
+from longspan.analyze.runs import Probe, measure, read_results
 from longspan.recipes import find
 from longspan.recipes.shrink import shrink
 from longspan.tasks.charlm import CharLM
@@ -145,7 +146,7 @@ def test_the_first_context_tried_is_a_bound(found, tmp_path):
     ends = zip(found["runs"], (8, 16), strict=True)
     runs = [{**run, "recl": {"0.1": length}} for run, length in ends]
     made = {**found, "runs": runs}
-    assert {row[4] for row in rows(made)} == {"≤ 8", "16"}
+    assert {row[5] for row in rows(made)} == {"≤ 8", "16"}
     draw(made, tmp_path / "a")
     assert ">≤ 8<" in (tmp_path / "a-context.svg").read_text()
     assert all(row[1].endswith("K") for row in rows(made))  # toys, which have no millions
@@ -165,7 +166,45 @@ def test_what_was_not_measured_is_not_drawn(runs, tmp_path):
     found = measure(runs, replace(PROBE, tokens=0, longest=100_000))
     written = draw(found, tmp_path / "a")
     assert {path.name for path in written} == {"a-curves.png", "a-curves.svg"}
-    assert rows(found)[0][4] == ""
+    assert rows(found)[0][5] == ""
+    assert "RECL" not in markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "pictures", "columns"),
+    [
+        ("books", {"curves"}, "test | characters/s | peak GiB | steps | minutes |"),
+        ("windows", {"curves"}, "paper | peak GiB | steps |"),
+        ("rivals", {"curves", "positions", "context"}, "test | RECL | characters/s |"),
+    ],
+)
+def test_committed_results_are_drawn_from_their_files(name, pictures, columns, tmp_path):
+    results = Path(__file__).parents[2] / "bench" / "results"
+    found = read_results(results / f"{name}.json")
+    written = draw(found, tmp_path / name)
+    endings = (".png", ".svg")
+    assert {p.name for p in written} == {f"{name}-{one}{e}" for one in pictures for e in endings}
+    assert {p.name for p in written} == {p.name for p in results.glob(f"{name}-*")}
+    table = markdown(found)
+    assert f"| bits/char, valid | {columns}" in table
+    for run in found["runs"]:
+        shown = (run["name"], f"{run['parameters'] / 1e6:.2f}M", run["bits_per_character"]["valid"])
+        assert "| {} | {} | {:.4f} |".format(*shown) in table
+
+
+def test_evaluations_are_within_the_picture(found):
+    early = [{**run, "step": 100} for run in found["runs"]]
+    for run in early:
+        losses = np.linspace(2.0, 1.0, 100)
+        train = [{"step": i + 1, "bits_per_character": b} for i, b in enumerate(losses)]
+        valid = [{"step": step, "bits_per_character": b} for step, b in ((2, 9.0), (20, 3.0))]
+        run["curve"] = {"train": train, "valid": valid}
+    low, high = _interesting({"runs": early})
+    assert low < 1.0
+    assert 3.0 < high < 4.0  # all but what lies in the first tenth
+    for run in early:
+        run["curve"]["valid"] = []
+    assert _interesting({"runs": early})[1] < 2.2
 
 
 def test_what_cannot_be_compared_is_named(runs, text, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import longspan
@@ -100,6 +101,48 @@ def test_the_cost_is_that_of_rounding(bert: Path, tmp_path: Path) -> None:
     assert 0.99 < made.rounding[1].cosine < 1.0
     assert made.megabytes is not None
     assert made.megabytes[1] < made.megabytes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_int8_is_smaller_than_what_it_was_made_of(dtype: torch.dtype, tmp_path: Path) -> None:
+    import transformers
+
+    from longspan.hub.checkpoint import convert_checkpoint
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 3}
+    sizes |= {"intermediate_size": 384, "max_position_embeddings": 40, "vocab_size": 2000}
+    source, small = tmp_path / "source", tmp_path / "small"
+    bert: Any = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    bert.to(dtype).save_pretrained(source)
+    made = convert_checkpoint(source, small, window=32, int8=True)
+
+    before, after = ((folder / "model.safetensors").stat().st_size for folder in (source, small))
+    assert after < before
+    assert made.megabytes is not None
+    assert made.megabytes[1] == after / 1e6 < made.megabytes[0]
+    stored = load_file(small / "model.safetensors")
+    assert stored["encoder.embeddings.words.weight"].dtype == dtype
+    assert stored["encoder.layers.0.attention.qkv.scale"].dtype == torch.float32
+
+    # What is loaded computes what was reported, in float32: the file has lost nothing.
+    ours: Any = longspan.convert(source, window=32).float()
+    again = _load(small)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    whole = longspan.quantize(ours)
+    assert torch.equal(again.get_input_embeddings().weight, ours.get_input_embeddings().weight)
+    ids = torch.randint(10, 2000, (2, 200))
+    assert torch.equal(again(ids).logits, whole(ids).logits)
+    assert all(row.largest < 2e-5 for row in made.parity)
+    assert all(row.largest < 0.01 * row.size for row in made.rounding)
+
+    # Copied, it stays as it is.
+    convert_checkpoint(small, tmp_path / "copy")
+    assert (tmp_path / "copy" / "model.safetensors").stat().st_size == after
+
+
+def _load(folder: Path) -> Any:
+    return longspan.LongspanForMaskedLM.from_pretrained(folder).eval()
 
 
 def test_int8_of_a_model_that_is_long_already(bert: Path, tmp_path: Path) -> None:

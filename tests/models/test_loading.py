@@ -15,6 +15,7 @@ from longspan import (
     LongspanModel,
 )
 from longspan.models import LongspanDecoderConfig
+from longspan.models.loading import shortest
 
 
 @pytest.fixture
@@ -145,3 +146,18 @@ def test_a_pickled_language_model_is_never_loaded(tmp_path):
     with pytest.raises(ValueError, match="pickled weights can run code"):
         LongspanForCausalLM.from_pretrained(tmp_path, use_safetensors=False)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_half_precision_is_for_what_it_holds_exactly():
+    numbers = {"float16": 1 + 2**-10, "bfloat16": 2.0**100, "float32": 1 + 2**-20}
+    weights = {name: torch.tensor([number, 0.0]) for name, number in numbers.items()}
+    weights["tied"] = weights["float16"]
+    weights["int8"] = torch.ones(2, dtype=torch.int8)
+    made = shortest(weights)
+    assert {name: str(t.dtype).split(".")[1] for name, t in made.items()} == {
+        **{name: name for name in (*numbers, "int8")},
+        "tied": "float16",
+    }
+    assert made["tied"] is made["float16"]
+    assert all(torch.equal(made[name].to(t.dtype), t) for name, t in weights.items())
+    assert shortest({"nan": torch.tensor([torch.nan])})["nan"].dtype == torch.float32

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from rich.table import Table
 
 from longspan.bench import drawing
@@ -27,6 +28,7 @@ _COLUMNS = (
     "parameters",
     "bits/char, valid",
     "test",
+    "paper",
     "RECL",
     "characters/s",
     "peak GiB",
@@ -40,15 +42,15 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     made, apart = [], not found.get("shared", False)
     for run in sorted(found["runs"], key=lambda run: run["bits_per_character"]["valid"]):
         scores = run["bits_per_character"]
-        speed = float(f"{run['characters_per_second']:.3g}")
         made.append(
             [
                 run["name"],
                 parameter_count(run["parameters"]),
                 f"{scores['valid']:.4f}",
                 f"{scores['test']:.4f}" if "test" in scores else "",
-                _recl(found, run) if run["recl"] else "",
-                f"{speed:,.0f}" if apart else "",
+                f"{run['paper']:.2f}" if "paper" in run else "",
+                _recl(found, run) if run.get("recl") else "",
+                _speed(run["characters_per_second"]) if apart else "",
                 f"{run['peak_mib'] / 1024:.3g}",
                 f"{run['step']:,}",
                 f"{run['training_seconds'] / 60:.1f}" if apart else "",
@@ -57,23 +59,35 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     return made
 
 
+def _speed(exact: float) -> str:
+    return f"{float(f'{exact:.3g}'):,.0f}"
+
+
 def _recl(found: dict[str, Any], run: dict[str, Any]) -> str:
     """At the first context tried, it may be any shorter one too."""
     length = run["recl"]["0.1"]
     return f"≤ {length:,}" if length == found["probe"]["start"] else f"{length:,}"
 
 
+def _lines_of_table(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Names of the columns, then the rows, without columns that have nothing in any of them."""
+    columns = zip(_COLUMNS, *rows(found), strict=True)
+    return list(zip(*(column for column in columns if any(column[1:])), strict=True))
+
+
 def table(found: dict[str, Any]) -> Table:
     made = make_table("Runs, the best first")
-    for name in _COLUMNS:
+    names, *lines = _lines_of_table(found)
+    for name in names:
         made.add_column(name, justify="left" if name == "run" else "right")
-    for row in rows(found):
-        made.add_row(*row)
+    for line in lines:
+        made.add_row(*line)
     return made
 
 
 def markdown(found: dict[str, Any]) -> str:
-    lines = [_COLUMNS, ("---", *["---:"] * (len(_COLUMNS) - 1)), *rows(found)]
+    names, *lines = _lines_of_table(found)
+    lines = [names, ("---", *["---:"] * (len(names) - 1)), *lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -107,12 +121,10 @@ def _labels(found: dict[str, Any]) -> dict[str, str]:
 
 def _curves(found: dict[str, Any]) -> Figure:
     """Bits per character while training: valid as a line, train as a shadow of it."""
-    spent, seconds = drawing.time_unit(max(run["training_seconds"] for run in found["runs"]))
-    quantities = (
-        ("training_seconds", f"{spent} of training", seconds),
-        ("tokens", "characters read", 1.0),
-        ("step", "steps", 1.0),
-    )[1 if found.get("shared", False) else 0 :]
+    quantities = [("tokens", "characters read", 1.0), ("step", "steps", 1.0)]
+    if not found.get("shared", False):
+        spent, seconds = drawing.time_unit(max(run["training_seconds"] for run in found["runs"]))
+        quantities.insert(0, ("training_seconds", f"{spent} of training", seconds))
     figure = Figure(figsize=(4.2 * len(quantities), 3.9))
     panels = figure.subplots(1, len(quantities))
     looks, labels, ends = _looks(found), _labels(found), []
@@ -127,13 +139,24 @@ def _curves(found: dict[str, Any]) -> Figure:
                 line = [(e[name] / unit, e["bits_per_character"]) for e in valid]
                 end = drawing.plot_line(axes, line, [], colour, dashes)
                 its_ends.append(End(*end, labels[run["name"]], colour))
-        axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.42), ylim=_interesting(found))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=name != "training_seconds"))
+        last = axes.dataLim.x1
+        axes.set(xlabel=label, xlim=(0, last * 1.5), ylim=_interesting(found))
+        ticks = MaxNLocator(5, steps=[1, 2, 5, 10], integer=name != "training_seconds")
+        axes.xaxis.set_major_locator(
+            FixedLocator([tick for tick in ticks.tick_values(0, last) if tick <= last])
+        )
         shown = drawing.amount if name == "tokens" else "{:,g}".format
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, shown=shown: shown(x)))
         ends.append(its_ends)
-    panels[0].set_title("Bits per character: valid, and train as its shadow")
+    panels[0].set(title="Loss while training", ylabel="bits per character")
+    grey: Any = {"color": "#444444"}
+    handles = [
+        Line2D([], [], marker="o", label="validation text", **grey),
+        Line2D([], [], linewidth=1, alpha=0.35, label="training text", **grey),
+    ]
     _finish(figure, panels, ends, found)
+    where: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1.01), "borderaxespad": 0}
+    panels[-1].legend(handles=handles, ncols=2, frameon=False, borderpad=0, **where)
     return figure
 
 
@@ -147,11 +170,13 @@ def _smooth(entries: Sequence[dict[str, Any]]) -> np.ndarray:
 
 def _interesting(found: dict[str, Any]) -> tuple[float, float]:
     """The range of the last nine tenths: beginnings would flatten all that matters."""
-    values = []
+    values: dict[str, list[float]] = {"train": [], "valid": []}
     for run in found["runs"]:
-        for entries in run["curve"].values():
-            values += [e["bits_per_character"] for e in entries[len(entries) // 10 :]]
-    low, high = np.quantile(values, (0.0, 0.95))
+        for kind, entries in run["curve"].items():
+            late = [e for e in entries if e["step"] > run["step"] / 10]
+            values[kind] += [e["bits_per_character"] for e in late]
+    low, high = np.quantile(values["train"] + values["valid"], (0.0, 0.95))
+    high = max([high, *values["valid"]])  # no dot is cut in half
     return float(low - 0.04 * (high - low)), float(high + 0.1 * (high - low))
 
 
@@ -161,7 +186,8 @@ def _positions(found: dict[str, Any]) -> Figure | None:
         "position": ("Rows that begin anywhere", "bytes before, in the row"),
         "document": ("Documents from their beginning", "bytes before, in the document"),
     }
-    kinds = {k: v for k, v in kinds.items() if all(run["bits_by"][k] for run in found["runs"])}
+    known = [run.get("bits_by", {}) for run in found["runs"]]
+    kinds = {kind: shown for kind, shown in kinds.items() if all(own.get(kind) for own in known)}
     if not kinds:
         return None
     figure = Figure(figsize=(5.2 * len(kinds), 3.9))
@@ -180,7 +206,7 @@ def _positions(found: dict[str, Any]) -> Figure | None:
 def _context(found: dict[str, Any]) -> Figure | None:
     """Loss of the same bytes with more and more before them, and where that ceases to help."""
     runs = found["runs"]
-    if not all(run["recl"] for run in runs):
+    if not all(run.get("recl") for run in runs):
         return None
     figure = Figure(figsize=(10.4, 3.9))
     panels = list(figure.subplots(1, 2))

@@ -119,6 +119,17 @@ def measured_before(folder: Path, probe: Probe) -> dict[str, Any] | None:
     return known if same else None
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """What `measure` gave, from the file it was written to; some of it may be left out there."""
+    try:
+        found = read_json(path)
+    except ValueError:  # UnicodeDecodeError too
+        raise ValueError(f"{path} is not JSON") from None
+    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+        raise ValueError(f"{path} is no results file of longspan plot: it holds no runs")
+    return found
+
+
 def _join(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Runs by name, side by side; only now is there a group, which RECL is a measure of."""
     (first, one), *others = measured.items()

@@ -40,7 +40,7 @@ class Parity:
 @dataclass(frozen=True)
 class Conversion:
     """What was made of a checkpoint; `window` is None where a layer has none. `rounding` and
-    `megabytes`, before and after, are there if its weights were made int8."""
+    `megabytes` of weights, before and after, are there if they were made int8."""
 
     source: str
     result: str
@@ -95,6 +95,7 @@ def convert_checkpoint(
         saved.save_pretrained(building)
         if tokenizer is not None:
             tokenizer.save_pretrained(building)
+        written = sum(path.stat().st_size for path in building.glob("*.safetensors")) / 1e6
         building.chmod(0o755)  # mkdtemp makes it private
         if destination.exists():
             destination.rmdir()
@@ -110,7 +111,7 @@ def convert_checkpoint(
         parity=reports,
         notes=notes,
         rounding=rounding,
-        megabytes=(size, _megabytes(saved)) if int8 else None,
+        megabytes=(size, written) if int8 else None,
     )
 
 

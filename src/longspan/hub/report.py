@@ -19,7 +19,7 @@ def show(made: Conversion, console: Console) -> None:
     if made.megabytes is not None:
         before, after = made.megabytes
         console.print(
-            f"int8 weights: {before:,.1f} -> {after:,.1f} MB; embeddings are float32",
+            f"int8 weights: {before:,.1f} -> {after:,.1f} MB; embeddings, norms and head as before",
             highlight=False,
         )
         console.print(_rounding(made))

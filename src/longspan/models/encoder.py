@@ -25,7 +25,13 @@ from longspan.models.inputs import (
     check_tokens,
     check_types,
 )
-from longspan.models.loading import load_weights, refuse_missing, refuse_other, refuse_surplus
+from longspan.models.loading import (
+    load_weights,
+    refuse_missing,
+    refuse_other,
+    refuse_surplus,
+    shortest,
+)
 from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
 from longspan.ops.shorten import Pools, shorten
@@ -164,6 +170,13 @@ class LongspanPreTrainedModel(PreTrainedModel):
         if model.config.quantize is not None:
             model.base_model.requires_grad_(False)  # loading makes new parameters
         return (model, info) if tell else model
+
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        """As in transformers. What of an int8 model is not int8 takes no more room in the file than
+        it took before; loading makes float32 of it again, which CPUs are fastest with."""
+        if self.config.quantize is not None and not arguments and "state_dict" not in options:
+            options["state_dict"] = shortest(self.state_dict())
+        super().save_pretrained(save_directory, *arguments, **options)
 
     def initialize_weights(self) -> None:
         """As transformers does it; then the global projections start as copies of the local."""

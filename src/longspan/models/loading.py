@@ -1,4 +1,4 @@
-"""Weights from a checkpoint: safetensors only, whole, and complete."""
+"""Weights from a checkpoint, safetensors only, whole, and complete; and on their way into one."""
 
 import json
 import re
@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers.utils import logging
 
 
@@ -95,3 +97,22 @@ def refuse_surplus(source: str | Path, name: str, unexpected: Iterable[str]) -> 
             f"{source} holds {len(over)} weights of layers that its config.json does not describe "
             f"and {name} has no place for, among them {over[:4]}"
         )
+
+
+def shortest(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same numbers, in half precision where that holds all of a tensor exactly, as it does if
+    they came from there. Tensors that are one stay one."""
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    places = {name: (tensor.data_ptr(), tensor.shape) for name, tensor in weights.items()}
+    for name, place in places.items():
+        if place not in made:
+            made[place] = _shortest(weights[name])
+    return {name: made[place] for name, place in places.items()}
+
+
+def _shortest(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.float32:
+        for half in (torch.float16, torch.bfloat16):
+            if torch.equal(tensor.to(half).float(), tensor):
+                return tensor.to(half)
+    return tensor

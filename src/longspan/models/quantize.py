@@ -13,8 +13,9 @@ def quantize(model: LongspanPreTrainedModel) -> LongspanPreTrainedModel:
     """A copy of an encoder, with its head if it has one, for inference on a CPU.
 
     The weights of its layers become int8, one scale for each row of them; embeddings, norms and
-    the head stay float32. Where the CPU multiplies int8 (AVX-512 VNNI), inputs are rounded too,
-    token by token. It is saved and loaded as any other model.
+    the head become float32. Where the CPU multiplies int8 (AVX-512 VNNI), inputs are rounded too,
+    token by token. It is saved and loaded as any other model; in the file, what came in half
+    precision is in half precision.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, LongspanConfig) or isinstance(config, LongspanSeq2SeqConfig):
