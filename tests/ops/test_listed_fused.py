@@ -155,7 +155,7 @@ def test_what_was_dropped(size, width, monkeypatch):
     # Against the weights written out, of slots as the kernels count them.
     plain = module._key_by_key(module.Asked(**_filled(asked)), key)
     listed = plain.listed.expand(2, 2, -1, -1)
-    tile = listed_fused._tile("forward", size, 8, torch.float32, query.device)
+    tile = listed_fused._tile("forward", size, True, 8, torch.float32, query.device)
     slot = torch.arange(listed.shape[3])
     if width > 1:
         slot = slot // width * (-(-width // tile.slots) * tile.slots) + slot % width

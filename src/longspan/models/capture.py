@@ -31,7 +31,7 @@ def capture(model: Model, *, most: int = 4) -> Model:
 
     - the backward pass of a call has to come before the next call;
     - where a loss comes out, gradients flow from it alone;
-    - gradients are written over by the next backward pass, unless they are to be added to;
+    - what `torch.autograd.grad` finds for weights is written over by the next call, `.grad` not;
     - activations stay allocated, for every kind of call;
     - a mask of global tokens needs `max_global_tokens`, or the model would have to look at it;
     - whoever changes the model itself, its windows say, calls `release` and `capture` again.
@@ -175,10 +175,14 @@ class _Recording:
         self._forward, found = graphs.record(lambda: _found(forward(self.given)), pool)
         self.leaves, self.spec, self.learned = found
         self.cotangents = [torch.zeros_like(self.leaves[at]) for at in self.learned]
-        self.found: list[Tensor | None] = []
+        made: list[Tensor | None] = [None] * len(wanted)
         if self.learned:
             backward = functools.partial(_gradients, found, wanted, self.cotangents)
-            self._backward, self.found = graphs.record(backward, pool)
+            self._backward, made = graphs.record(backward, pool)
+        # Of inputs, and of weights: in memory that the next replay forward may use for itself.
+        each = iter(made)
+        given = [next(each) if one.requires_grad else None for one in self.given]
+        self._gradients = given, list(each)
         # Nothing else remembers the graph of autograd, whose tensors the recordings keep.
         self.leaves = [one.detach() if isinstance(one, Tensor) else one for one in self.leaves]
 
@@ -193,6 +197,11 @@ class _Recording:
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of what comes out: the next replay writes there."""
         self.calls += 1
+        for weight, gradient in zip(self.weights, self._gradients[1], strict=True):
+            # That of an earlier call, to be added to, lies where this one is going to write.
+            grad: Any = weight.grad
+            if grad is not None and gradient is not None and _same_place(grad, gradient):
+                weight.grad = grad.clone()
         for own, tensor in zip(self.given, tensors, strict=True):
             own.detach().copy_(tensor)
         self._forward.replay()
@@ -205,14 +214,7 @@ class _Recording:
                 own.zero_()
             else:
                 own.copy_(cotangent)
-        found = iter(self.found)
-        given = [next(found) if one.requires_grad else None for one in self.given]
-        learned = list(found)
-        for weight, gradient in zip(self.weights, learned, strict=True):
-            # That of an earlier call, to be added to, may lie just there.
-            grad: Any = weight.grad
-            if grad is not None and gradient is not None and _same_place(grad, gradient):
-                weight.grad = grad.clone()
+        given, learned = self._gradients
         self._backward.replay()
         kept = [None if one is None else one.clone() for one in given]
         return [*kept, *(None if one is None else one.detach() for one in learned)]

@@ -58,11 +58,13 @@ class _Tile(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _tile(kernel: str, size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> _Tile:
+def _tile(
+    kernel: str, size: int, runs: bool, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> _Tile:
     """What is best, made smaller until it fits the GPU's shared memory."""
     from longspan.ops.window.triton import shared_memory
 
-    tile = _best_tile(kernel, size, head_dim, dtype)
+    tile = _best_tile(kernel, size, runs, head_dim, dtype)
     row = max(16, 1 << (head_dim - 1).bit_length()) * dtype.itemsize
     limit = shared_memory(device)
     while _shared(kernel, tile, row, dtype) > limit:
@@ -77,8 +79,8 @@ def _tile(kernel: str, size: int, head_dim: int, dtype: torch.dtype, device: tor
     return tile
 
 
-def _best_tile(kernel: str, size: int, head_dim: int, dtype: torch.dtype) -> _Tile:
-    """By reasoning, after what the window's kernels were measured to like (LOG.md)."""
+def _best_tile(kernel: str, size: int, runs: bool, head_dim: int, dtype: torch.dtype) -> _Tile:
+    """As measured in half precision with heads of 64, elsewhere by reasoning (LOG.md)."""
     queries = min(64, max(16, 1 << (size - 1).bit_length()))
     if dtype == torch.float32:
         if head_dim <= 64:
@@ -87,6 +89,9 @@ def _best_tile(kernel: str, size: int, head_dim: int, dtype: torch.dtype) -> _Ti
         return _Tile(min(queries, most), most, 8, 1)
     if head_dim > 128:
         return _Tile(queries, 32, 8, 2 if kernel == "forward" else 1)
+    if head_dim <= 64 and kernel == "forward":
+        # Keys one by one are found faster in larger tiles.
+        return _Tile(queries, 64, 4, 3, 128) if runs else _Tile(queries, 128, 4, 2)
     warps = 4 if kernel == "forward" or head_dim <= 64 else 8
     return _Tile(queries, 64, warps, 3 if kernel == "forward" else 2)
 
@@ -132,7 +137,8 @@ class _Launch:
         return dropout.threshold(p), 1.0 / (1.0 - p)
 
     def tile(self, kernel: str) -> _Tile:
-        return _tile(kernel, self.asked.size, self.head_dim, self.dtype, self.device)
+        asked = self.asked
+        return _tile(kernel, asked.size, self.runs, self.head_dim, self.dtype, self.device)
 
     def programs(self, tile: _Tile) -> int:
         """Of those that own queries, in each batch row and head."""

@@ -306,8 +306,8 @@ def _rows_at_a_time(padded: int) -> int:
 
 
 def _tile(query: Tensor, rounds: int, kernel: str) -> tuple[Any, Any]:
-    """Rows that a program owns and streams, and how it is launched: chosen by what compilers say of
-    registers, so that several programs fit on a processor, as there is little to overlap in one."""
+    """Rows that a program owns and streams, and how it is launched: so that several programs fit on
+    a processor, as there is little to overlap in one (LOG.md)."""
     head_dim, warps = query.shape[3], 4
     if query.dtype == torch.float32:
         own, other = (64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (16, 16)
@@ -320,4 +320,5 @@ def _tile(query: Tensor, rounds: int, kernel: str) -> tuple[Any, Any]:
     if not query.is_cuda:
         own, other = 16, 16  # interpreted: so that tests have several tiles
     tile = {"BM": other, "BN": own} if kernel == "backward_key" else {"BM": own, "BN": other}
-    return tile, {"num_warps": warps, "num_stages": 2}
+    stages = 1 if query.dtype != torch.float32 and head_dim <= 64 else 2
+    return tile, {"num_warps": warps, "num_stages": stages}

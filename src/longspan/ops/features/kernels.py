@@ -112,9 +112,9 @@ def sum_keys(
         total = total * shrink + tl.sum(f.to(tl.float32), 1)
         acc = tl.dot(f, v, acc * shrink[:, None], input_precision=PRECISION)
         largest = new
-        if block == 0:
-            count += seen.to(tl.float32)
-            plain += tl.sum(tl.where(seen[:, None], v.to(tl.float32), 0.0), 0)
+        # By all, though the first block's counts: no branch within a loop that loads ahead.
+        count += seen.to(tl.float32)
+        plain += tl.sum(tl.where(seen[:, None], v.to(tl.float32), 0.0), 0)
     piece = pair * splits + split
     SUMS += piece * (features + 1) * HEAD_DIM
     TOTALS += piece * 2 * (features + 1)
