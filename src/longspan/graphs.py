@@ -11,6 +11,10 @@ from torch import Tensor
 Made = TypeVar("Made")
 
 
+class RecordingError(RuntimeError):
+    """What no graph can do, found out before anything was recorded."""
+
+
 def possible(tensors: Sequence[Tensor]) -> bool:
     """Whether a call with these could be recorded here and now."""
     if torch.compiler.is_compiling() or not all(one.is_cuda for one in tensors):
@@ -38,7 +42,7 @@ def trying(device: torch.device) -> Iterator[None]:
 def rehearse(run: Callable[[], object], times: int = 1) -> None:
     """Run it as it will be recorded: whatever is set up on first use is set up by then.
 
-    Raises RuntimeError if it waits for the device, which no graph can do: a recording that fails
+    Raises `RecordingError` if it waits for the device, which no graph can do: a recording that fails
     half-way keeps its memory for good, so that this is looked for first.
     """
     aside = torch.cuda.Stream()
@@ -50,6 +54,10 @@ def rehearse(run: Callable[[], object], times: int = 1) -> None:
                 # Compiling, the first time, may well wait.
                 _on_waiting("error" if number else "default")
                 run()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        raise RecordingError(str(error).strip().splitlines()[0]) from error
     finally:
         _on_waiting(before)
     torch.cuda.current_stream().wait_stream(aside)

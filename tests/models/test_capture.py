@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan
+from longspan.graphs import RecordingError
 from longspan.models import LongspanConfig, LongspanForMaskedLM, LongspanForSequenceClassification
 
 # The module, which its function hides.
@@ -48,6 +49,8 @@ def _fill(old: list[Any], new: list[Any]) -> None:
 class Graphs:
     """In place of `longspan.graphs`, where there is no GPU."""
 
+    RecordingError = RecordingError
+
     def __init__(self) -> None:
         self.forwards: list[Forward] = []
         self.waits = False
@@ -60,7 +63,7 @@ class Graphs:
 
     def rehearse(self, run: Any) -> None:
         if self.waits:
-            raise RuntimeError("called a synchronizing CUDA operation")
+            raise RecordingError("called a synchronizing CUDA operation")
         run()
 
     def new_pool(self) -> None: ...
@@ -153,6 +156,30 @@ def test_dropout_follows_the_seed_and_a_recording_draws_nothing(device, graphs):
             model(**batch(device, number, tokens=16))
             drawn.append(torch.rand(3, device=device))
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_compiled_layers_are_compiled_once(device, graphs):
+    model = build(device)
+    for layer in model.encoder.layers:
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    longspan.capture(model)
+    model(**batch(device, 0)).loss.backward()
+    stats = import_module("torch._dynamo.utils").counters["stats"]
+    before = stats["unique_graphs"]
+    losses = [model(**batch(device, 0)).loss for _ in range(3)]
+    losses[-1].backward()
+    assert stats["unique_graphs"] == before > 0
+
+
+def test_what_fails_while_it_is_recorded_is_an_error(device, graphs, monkeypatch):
+    def fail(run, pool):
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(MODULE.graphs, "record", fail)
+    model = longspan.capture(build(device))
+    model(**batch(device, 0)).loss.backward()
+    with pytest.raises(RuntimeError, match="begin again without"):
+        model(**batch(device, 0))
 
 
 def test_results_are_not_written_over(device, graphs):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from longspan import graphs
@@ -108,26 +109,60 @@ class _Captured:
             self._recordings.clear()
 
     def _record(self, call: "_Call") -> "_Recording | None":
-        learning = [w for w in self._weights if w.requires_grad and torch.is_grad_enabled()]
-        try:
-            with graphs.trying(call.tensors[0].device):
-                return _Recording(functools.partial(call.make, self.plain), call.tensors, learning)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+        """None if no graph can do it, if it waits for the device say."""
+        # Weights under other names: their own may be part of an earlier call, which somebody still
+        # holds, and are then bound to that call's stream.
+        named = dict(self.model.named_parameters())
+        twins: dict[str, Tensor] = {
+            f"model.{name}": nn.Parameter(weight.detach(), weight.requires_grad)
+            for name, weight in named.items()
+        }
+        learning = [
+            (weight, twin)
+            for weight, twin in zip(named.values(), twins.values(), strict=True)
+            if weight.requires_grad and torch.is_grad_enabled()
+        ]
+        plain = _Plain(self.model, self.plain)
+
+        def forward(tensors: Sequence[Tensor]) -> Any:
+            args, options = call.make(tensors)
+            return functional_call(plain, twins, args, options)
+
+        with graphs.trying(call.tensors[0].device):
+            try:
+                return _Recording(forward, call.tensors, learning)
+            except graphs.RecordingError as reason:
+                warnings.warn(f"a call was not captured and runs as ever: {reason}", stacklevel=5)
+                return None
+            except torch.OutOfMemoryError:
                 raise
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"a call was not captured and runs as ever: {reason}", stacklevel=5)
-            return None
+            except RuntimeError as error:  # who knows what state the device is in
+                raise RuntimeError(
+                    "recording a call of the captured model failed: begin again without "
+                    "longspan.capture"
+                ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)  # the copy has other weights
 
 
+class _Plain(nn.Module):
+    """A model with the forward that it had before."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.own = model, forward
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.own(*args, **options)
+
+
 class _Call(NamedTuple):
-    """The tensors of a call, how to make it with others, and all else that distinguishes it."""
+    """The tensors of a call, its arguments with others in their place, and all else that
+    distinguishes it."""
 
     tensors: list[Tensor]
-    make: Callable[[Callable[..., Any], Sequence[Tensor]], Any]
+    make: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
     key: tuple[Hashable, ...]
 
     @classmethod
@@ -147,12 +182,12 @@ class _Call(NamedTuple):
             else:
                 key.append((type(one), one))
 
-        def make(forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        def make(tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             others = list(given)
             for place, tensor in zip(at, tensors, strict=True):
                 others[place] = tensor
             options = zip(names, others[len(args) :], strict=True)
-            return forward(*others[: len(args)], **dict(options))
+            return tuple(others[: len(args)]), dict(options)
 
         return cls(tensors, make, tuple(key))
 
@@ -164,12 +199,13 @@ class _Recording:
         self,
         forward: Callable[[Sequence[Tensor]], Any],
         tensors: Sequence[Tensor],
-        weights: list[Tensor],
+        learning: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
+        """`learning` has weights, and beside each the tensor that `forward` has in its place."""
         self.given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        self.weights = weights
+        self.weights = [weight for weight, _ in learning]
         self.calls = 0
-        wanted = [*(t for t in self.given if t.requires_grad), *weights]
+        wanted = [*(t for t in self.given if t.requires_grad), *(twin for _, twin in learning)]
         graphs.rehearse(lambda: _gradients(_found(forward(self.given)), wanted, None))
         pool = graphs.new_pool()
         self._forward, found = graphs.record(lambda: _found(forward(self.given)), pool)
@@ -236,7 +272,9 @@ def _found(made: Any) -> _Found:
     leaves, spec = tree_flatten(made)
     for one in leaves:
         if not isinstance(one, (Tensor, *_SIMPLE)):
-            raise RuntimeError(f"it returns a {type(one).__name__}, which has memory of its own")
+            raise graphs.RecordingError(
+                f"it returns a {type(one).__name__}, which has memory of its own"
+            )
     learned = [n for n, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
     loss = getattr(made, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
