@@ -42,8 +42,8 @@ def trying(device: torch.device) -> Iterator[None]:
 def rehearse(run: Callable[[], object], times: int = 1) -> None:
     """Run it as it will be recorded: whatever is set up on first use is set up by then.
 
-    Raises `RecordingError` if it waits for the device, which no graph can do: a recording that fails
-    half-way keeps its memory for good, so that this is looked for first.
+    Raises `RecordingError` if it waits for the device, which no graph can do: a recording that
+    fails half-way keeps its memory for good, so that this is looked for first.
     """
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
