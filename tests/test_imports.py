@@ -16,7 +16,8 @@ PACKAGE = Path(longspan.__path__[0])
 MAY_IMPORT = {
     "ops": set(),
     "layers": {"ops"},
-    "models": {"layers", "ops"},
+    "graphs": set(),
+    "models": {"layers", "ops", "graphs"},
     "hub": {"models", "layers", "ops"},
     "data": set(),
     "train": {"data", "machine", "layers"},
@@ -25,7 +26,8 @@ MAY_IMPORT = {
     "registration": {"models"},
     "machine": set(),
     "doctor": {"machine", "ops"},
-    "bench": {"machine", "recipes", "tasks", "hub", "train", "data", "models", "layers", "ops"},
+    "bench": {"machine", "recipes", "tasks", "hub", "train", "data", "models", "layers", "ops"}
+    | {"graphs"},
     "analyze": {"bench", "machine", "tasks", "train", "models", "ops", "data"},
     "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
     "cli_tasks": {"analyze", "recipes", "tasks", "train"},

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.ops.listed import listed_attention
-from longspan.ops.remember import remembered
+from longspan.ops.once import made_once
 
 
 class AdaptiveSpanAttention(CausalAttention):
@@ -90,7 +90,7 @@ class AdaptiveSpanAttention(CausalAttention):
         return Attended(out.flatten(2), known.last(self.longest) if keep_state else None, loss)
 
 
-@remembered
+@made_once
 def _lists(
     device: torch.device, before: int, tokens: int, size: int, reach: int
 ) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from longspan.ops.listed import (
     random_blocks,
     tokens_of,
 )
-from longspan.ops.remember import remembered
+from longspan.ops.once import made_once
 from longspan.ops.rows import global_positions
 from longspan.ops.window.reference import put_rows
 
@@ -150,7 +150,7 @@ class BigBirdAttention(DocumentAttention):
         return attended.transpose(1, 2)
 
 
-@remembered
+@made_once
 def _all_alike(device: torch.device, most: int, *about: int) -> tuple[Tensor]:
     """For documents that fill their rows."""
     return (_blocks_seen(torch.full((1,), most, device=device), most, *about),)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longspan.layers.document import DocumentAttention
 from longspan.ops.listed import count_blocks, listed_attention
-from longspan.ops.remember import remembered
+from longspan.ops.once import made_once
 
 
 class BlockwiseAttention(DocumentAttention):
@@ -66,7 +66,7 @@ class BlockwiseAttention(DocumentAttention):
         return out.flatten(2)
 
 
-@remembered
+@made_once
 def _shifted(device: torch.device, blocks: int, shifts: tuple[int, ...]) -> tuple[Tensor]:
     """[1, heads, blocks]: the numbers of blocks, beyond the last and before the first too."""
     block = torch.arange(blocks, device=device)

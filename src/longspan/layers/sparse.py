@@ -6,8 +6,8 @@ from torch.nn.functional import pad
 
 from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.ops.listed import listed_attention
+from longspan.ops.once import made_once
 from longspan.ops.relative import banded_attention
-from longspan.ops.remember import remembered
 from longspan.ops.window import window_attention
 
 PATTERNS = ("strided", "fixed")
@@ -99,7 +99,7 @@ class SparseAttention(CausalAttention):
         return out[:, begun:]
 
 
-@remembered
+@made_once
 def _lists(
     device: torch.device, first: int, tokens: int, size: int, summary: int
 ) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan.ops.listed import listed_attention
-from longspan.ops.remember import remembered
+from longspan.ops.once import made_once
 
 POOLS = ("mean", "max", "convolution")
 _QUERIES = 128  # in a block, about
@@ -108,7 +108,7 @@ def pooled_attention(
     )
 
 
-@remembered
+@made_once
 def _lists(
     device: torch.device,
     queries: int,

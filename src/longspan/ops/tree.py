@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan.ops.listed import listed_attention
-from longspan.ops.remember import remembered
+from longspan.ops.once import made_once
 from longspan.ops.spans import count_spans, serves, span_means
 
 _BLOCK = 64  # queries whose spans are listed together
@@ -193,7 +193,7 @@ def _lists(
     return _Lists(listed, first, last, size)
 
 
-@remembered
+@made_once
 def _made_lists(
     device: torch.device,
     bounds: Bounds,

@@ -19,7 +19,7 @@ _MOST = 128
 _MOST_BYTES = 2**28
 
 
-def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
+def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
     """`make(device, *numbers)`, to be called with a tensor in place of its device. Results must not
     be changed. Nothing is remembered of tensors without numbers, or found again for them."""
     known: OrderedDict[_Key, Made] = OrderedDict()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from longspan.ops import remember
-from longspan.ops.remember import remembered
+from longspan.ops import once
+from longspan.ops.once import made_once
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def counted():
     """A function that remembers, and what it was asked to make."""
     made = []
 
-    @remembered
+    @made_once
     def count(device, number):
         made.append(number)
         return (torch.arange(number, device=device),)
@@ -48,7 +48,7 @@ def test_what_was_made_for_inference_serves_training(counted):
 
 @pytest.mark.parametrize(("name", "most"), [("_MOST", 2), ("_MOST_BYTES", 8 * (4 + 5))])
 def test_the_oldest_are_forgotten(counted, name, most, monkeypatch):
-    monkeypatch.setattr(remember, name, most)
+    monkeypatch.setattr(once, name, most)
     count, made = counted
     like = torch.zeros(1)
     for number in (3, 4, 5, 4, 3):
@@ -58,7 +58,7 @@ def test_the_oldest_are_forgotten(counted, name, most, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_captured_graph_keeps_what_it_reads(counted, monkeypatch):
-    monkeypatch.setattr(remember, "_MOST", 1)
+    monkeypatch.setattr(once, "_MOST", 1)
     count, made = counted
     like = torch.zeros(1, device="cuda")
     count(like, 1000)
