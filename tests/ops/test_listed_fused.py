@@ -141,9 +141,14 @@ def test_tensors_are_taken_as_they_lie():
             torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("size", "width"), [(16, 5), (70, 1)])
+@pytest.mark.parametrize(("size", "width"), [(16, 5), (70, 1), (16, 33)])
 def test_what_was_dropped(size, width, monkeypatch):
-    """By the seed, and the same backward: the output is linear in the values."""
+    """By the seed, and the same backward, whose tiles may be smaller: the output is linear in the
+    values."""
+    forward = listed_fused._Tile(16, 32, 4, 1)
+    tiles = {"forward": forward, "backward_query": forward._replace(slots=16)}
+    tiles["backward_key"] = tiles["backward_query"]
+    monkeypatch.setattr(listed_fused, "_tile", lambda kernel, *rest: tiles[kernel])
     monkeypatch.setattr(dropout, "new_seed", lambda device: torch.tensor([11]))
     tensors, asked = problem(75, 60, 12, size, width=width, names="valid")
     query, key, value = tensors
@@ -152,13 +157,10 @@ def test_what_was_dropped(size, width, monkeypatch):
     other = torch.randn_like(out)
     grads = torch.autograd.grad(out, tensors, other)
     torch.testing.assert_close((grads[2] * value).sum(), (out * other).sum())
-    # Against the weights written out, of slots as the kernels count them.
+    # Against the weights written out.
     plain = module._key_by_key(module.Asked(**_filled(asked)), key)
     listed = plain.listed.expand(2, 2, -1, -1)
-    tile = listed_fused._tile("forward", size, True, 8, torch.float32, query.device)
     slot = torch.arange(listed.shape[3])
-    if width > 1:
-        slot = slot // width * (-(-width // tile.slots) * tile.slots) + slot % width
     q, k, v = exact(tensors)
     at = listed.clamp(min=0)
     row = torch.arange(75)
@@ -173,6 +175,12 @@ def test_what_was_dropped(size, width, monkeypatch):
     exact_grads = torch.autograd.grad(wanted, (q, k, v), other.double())
     for one, right in zip(grads, exact_grads, strict=True):
         torch.testing.assert_close(one.double(), right, rtol=1e-4, atol=1e-5)
+
+
+def test_all_weights_may_be_dropped():
+    tensors, asked = problem(20, 30, 9, 8)
+    for one in results(tensors, asked | {"dropout_p": 1.0}):
+        assert not one.any()
 
 
 def _filled(asked: dict[str, Any]) -> dict[str, Any]:

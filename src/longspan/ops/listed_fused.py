@@ -134,7 +134,7 @@ class _Launch:
     @property
     def drop(self) -> tuple[int, float]:
         p = self.asked.dropout_p
-        return dropout.threshold(p), 1.0 / (1.0 - p)
+        return dropout.threshold(p), 0.0 if p == 1 else 1.0 / (1.0 - p)
 
     def tile(self, kernel: str) -> _Tile:
         asked = self.asked

@@ -81,6 +81,15 @@ def take(
 
 
 @triton.jit
+def slot_numbers(s, width, wide, BN: tl.constexpr, RUNS: tl.constexpr):
+    """What dropout counts slots s, s + 1, ... by: forward and backward may have other tiles, and
+    fill runs up to other widths."""
+    if RUNS:
+        s = s // wide * width + s % wide
+    return s + tl.arange(0, BN)
+
+
+@triton.jit
 def sees(query, low, seen):
     """low <= query < low + seen in one comparison: unsigned, what lies below wraps to the top."""
     return (query - low).to(tl.uint32, bitcast=True) < seen.to(tl.uint32, bitcast=True)
@@ -192,7 +201,7 @@ def forward(
         if FADING:
             left = (ramp + span - (i[:, None] - low[None, :])) / ramp
             x += tl.log2(tl.minimum(tl.maximum(left, 0.0), 1.0)) / scale
-        slot = s + tl.arange(0, BN)
+        slot = slot_numbers(s, width, wide, BN, RUNS)
         acc, peak, total = absorb(
             x, v, acc, peak, total, scale, row, slot, drop, DROPOUT, PRECISION
         )
@@ -272,7 +281,7 @@ def backward_query(
             p = tl.where(seen[None, :] > 0, p, 0.0)
         dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
-            slot = s + tl.arange(0, BN)
+            slot = slot_numbers(s, width, wide, BN, RUNS)
             keep = is_kept(row[:, None], slot[None, :], drop)
             dp = tl.where(keep, dp * boost, 0.0)
         if FADING:
@@ -340,7 +349,7 @@ def backward_key(
         return
     k = load_keys(K, at, key, there, k_token, HEAD_DIM, D, BN, RUNS)
     v = load_keys(V, at, key, there, v_token, HEAD_DIM, D, BN, RUNS)
-    slot = s + tl.arange(0, BN)
+    slot = slot_numbers(s, width, wide, BN, RUNS)
     dk = tl.zeros((BN, D), tl.float32)
     dv = tl.zeros((BN, D), tl.float32)
     for first in range(begin, end, BM):
