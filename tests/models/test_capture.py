@@ -226,6 +226,15 @@ def test_backward_after_another_call_is_refused(device, graphs):
         first.backward()
 
 
+def test_a_second_backward_pass_is_refused(device, graphs):
+    model = longspan.capture(build(device))
+    model(**batch(device, 0)).loss.backward()
+    loss = model(**batch(device, 1)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass of one call"):
+        loss.backward()
+
+
 def test_weights_that_moved_or_were_frozen_are_noticed(device, graphs):
     model, plain = longspan.capture(build(device)), build(device)
     steps(model, 3)
@@ -262,6 +271,31 @@ def test_what_waits_for_the_device_runs_as_ever(device, graphs):
     assert torch.rand(3, device=device).shape == (3,)  # the generator was left in order
 
 
+class Apart(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.elsewhere = nn.Parameter(torch.ones(1, device="meta"))
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_is_on_several_devices_runs_as_ever(device):
+    model, x = longspan.capture(Apart()), torch.ones(3, device=device)
+    model.weight.data, model.bias.data = model.weight.data.to(device), model.bias.data.to(device)
+    first = model(x)
+    with pytest.warns(UserWarning, match=f"are on {device}.* and meta, a graph is on one"):
+        assert torch.equal(model(x), first)
+
+
+def test_what_has_no_weights_is_recorded_once(device, graphs):
+    model, x = longspan.capture(nn.Tanh()), torch.ones(3, device=device)
+    made = []
+    for _ in range(4):
+        model(x)
+        made += vars(model)["forward"]._recordings.values()
+    assert len(made) == 3
+    assert len(set(made)) == 1
+
+
 def test_release_and_copies(device, graphs):
     model = build(device)
     before = inspect.signature(model.forward)
@@ -292,6 +326,10 @@ def test_wrong_input_is_refused():
         longspan.capture([])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="most=0 must be at least 1"):
         longspan.capture(Waiting(), most=0)
+    whole = Waiting()
+    whole.compile()
+    with pytest.raises(ValueError, match=r"Waiting was compiled by its own compile\(\)"):
+        longspan.capture(whole)
     observing = LongspanConfig(
         vocab_size=60,
         hidden_size=32,

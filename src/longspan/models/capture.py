@@ -18,6 +18,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _SIMPLE = (bool, int, float, str, type(None))
 _REMEMBERED = 256  # kinds of calls that were made once
+_Where = tuple[int, torch.dtype, bool]  # address, and whether it learns
 
 
 def capture(model: Model, *, most: int = 4) -> Model:
@@ -30,12 +31,14 @@ def capture(model: Model, *, most: int = 4) -> Model:
     warning tells. Outputs and gradients are the same, dropout included. Compile before, call
     optimisers and losses as usual, and mind that
 
-    - the backward pass of a call has to come before the next call;
+    - the backward pass of a call has to come before the next call, and once;
     - where a loss comes out, gradients flow from it alone;
     - what `torch.autograd.grad` finds for weights is written over by the next call, `.grad` not;
     - activations stay allocated, for every kind of call;
     - a mask of global tokens needs `max_global_tokens`, or the model would have to look at it;
-    - whoever changes the model itself, its windows say, calls `release` and `capture` again.
+    - hooks of its layers are not called, nor is any other Python of theirs;
+    - whoever changes the model itself, its windows say, or loads weights with `assign=True`, calls
+      `release` and `capture` again.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"capture takes a model, got {type(model).__name__}")
@@ -45,6 +48,11 @@ def capture(model: Model, *, most: int = 4) -> Model:
         raise ValueError(
             f"{type(model).__name__} has layers that look at every batch to move their centroids, "
             "which a recording would leave out: it cannot be captured"
+        )
+    if model._compiled_call_impl is not None:
+        raise ValueError(
+            f"{type(model).__name__} was compiled by its own compile(), whose calls go past what "
+            "capture puts in place: capture torch.compile(model), or compile its layers"
         )
     release(model)
     model.forward = _Captured(model, most)
@@ -70,7 +78,7 @@ class _Captured:
         self.plain = model.forward
         functools.update_wrapper(self, self.plain)
         self._weights: list[Tensor] = []
-        self._where: list[tuple[int, bool]] = []
+        self._where: list[_Where] | None = None  # not looked at yet
         self._seen: set[Hashable] = set()
         self._recordings: dict[Hashable, _Recording | None] = {}
 
@@ -102,10 +110,9 @@ class _Captured:
 
     def _look_at_weights(self) -> None:
         """Forget what was recorded of weights that are elsewhere now, or learn otherwise."""
-        where = [(weight.data_ptr(), weight.requires_grad) for weight in self._weights]
-        if not where or where != self._where:
+        if self._where is None or _where(self._weights) != self._where:
             self._weights = [*self.model.parameters(), *self.model.buffers()]
-            self._where = [(weight.data_ptr(), weight.requires_grad) for weight in self._weights]
+            self._where = _where(self._weights)
             self._recordings.clear()
 
     def _record(self, call: "_Call") -> "_Recording | None":
@@ -130,6 +137,7 @@ class _Captured:
 
         with graphs.trying(call.tensors[0].device):
             try:
+                _refuse_several_devices([*call.tensors, *named.values()])
                 return _Recording(forward, call.tensors, learning)
             except graphs.RecordingError as reason:
                 warnings.warn(f"a call was not captured and runs as ever: {reason}", stacklevel=5)
@@ -144,6 +152,19 @@ class _Captured:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)  # the copy has other weights
+
+
+def _where(weights: Sequence[Tensor]) -> list[_Where]:
+    return [(weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights]
+
+
+def _refuse_several_devices(tensors: Sequence[Tensor]) -> None:
+    """Memory of a second one would be given to others while a replay still reads it."""
+    devices = {str(one.device) for one in tensors}
+    if len(devices) > 1:
+        raise graphs.RecordingError(
+            f"its inputs and weights are on {' and '.join(sorted(devices))}, a graph is on one"
+        )
 
 
 class _Plain(nn.Module):
@@ -297,7 +318,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recording: _Recording, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         made = recording.read(tensors[: len(recording.given)])
-        ctx.recording, ctx.call = recording, recording.calls
+        ctx.recording, ctx.call, ctx.done = recording, recording.calls, False
         ctx.set_materialize_grads(False)
         places = [n for n, one in enumerate(recording.leaves) if isinstance(one, Tensor)]
         ctx.learned = [number for number, at in enumerate(places) if at in recording.learned]
@@ -314,5 +335,11 @@ class _Replay(torch.autograd.Function):
                 "the captured model was called again before this backward pass, and has written "
                 "over what it needs: call backward after each call, or longspan.release(model)"
             )
+        if ctx.done:
+            raise RuntimeError(
+                "a second backward pass of one call of the captured model: the first has written "
+                "over what it needs; add losses up before backward, or longspan.release(model)"
+            )
+        ctx.done = True
         found = recording.learn([gradients[number] for number in ctx.learned])
         return None, *found
