@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +76,9 @@ def record(run: Callable[[], Made], pool: Any = None) -> tuple[torch.cuda.CUDAGr
         # Other threads, such as one that reads the next batch, may go on using the device.
         with (
             _nothing_kept(),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"
+            ),
         ):
             made = run()
     except RuntimeError as error:
@@ -87,6 +90,13 @@ def record(run: Callable[[], Made], pool: Any = None) -> tuple[torch.cuda.CUDAGr
             torch.cuda.set_rng_state(numbers, device)
         raise
     return graph, made
+
+
+@lru_cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """To record on. Torch's own is on the device of the first recording, whichever comes next; and
+    only graphs of one stream share the memory of a pool."""
+    return torch.cuda.Stream(device)
 
 
 def _on_waiting(mode: int | str) -> None:
