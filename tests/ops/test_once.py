@@ -1,5 +1,8 @@
 """What follows from numbers alone is made once, for real tensors."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -54,6 +57,19 @@ def test_the_oldest_are_forgotten(counted, name, most, monkeypatch):
     for number in (3, 4, 5, 4, 3):
         count(like, number)
     assert made == [3, 4, 5, 3]
+
+
+def test_threads_do_not_forget_for_one_another(counted, monkeypatch):
+    monkeypatch.setattr(once, "_MOST", 1)
+    count, _ = counted
+    like, before = torch.zeros(1), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda n: len(count(like, n % 2)[0]), range(20_000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [0, 1] * 10_000
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

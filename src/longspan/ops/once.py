@@ -7,6 +7,7 @@ and the layers of a model, step after step, ask for the same ones.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
     be changed. Nothing is remembered of tensors without numbers, or found again for them."""
     known: OrderedDict[_Key, Made] = OrderedDict()
     captured: dict[Hashable, Made] = {}  # a CUDA graph goes on to read them, so for ever
+    lock = Lock()  # one thread must not forget what another is looking at
 
     @wraps(make)
     def found(like: Tensor, *numbers: Hashable) -> Made:
@@ -32,20 +34,23 @@ def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
         stream = 0
         if like.is_cuda:
             if torch.cuda.is_current_stream_capturing():
-                return _for_a_graph(known, captured, like.device, numbers) or make(
-                    like.device, *numbers
-                )
+                with lock:
+                    made = _for_a_graph(known, captured, like.device, numbers)
+                return made or make(like.device, *numbers)
             # What one stream makes is not there yet for another.
             stream = torch.cuda.current_stream(like.device).cuda_stream
         key = stream, like.device, numbers
-        made = known.get(key)
-        if made is None:
-            with torch.inference_mode(False):  # for a backward pass too
-                made = known[key] = make(like.device, *numbers)
+        with lock:
+            made = known.get(key)
+            if made is not None:
+                known.move_to_end(key)
+                return made
+        with torch.inference_mode(False):  # for a backward pass too
+            made = make(like.device, *numbers)
+        with lock:
+            known[key] = made
             while len(known) > 1 and (len(known) > _MOST or _bytes(known) > _MOST_BYTES):
                 known.popitem(last=False)
-        else:
-            known.move_to_end(key)
         return made
 
     return found
