@@ -135,6 +135,13 @@ def test_tensors_may_lie_anywhere():
         assert torch.equal(one, other)
 
 
+def test_a_projection_that_learns_is_served_elsewhere():
+    query, key, value, projection, grad = problem(20, 16, 20, torch.float32)
+    out = linear_attention(query, key, value, projection.requires_grad_())
+    (found,) = torch.autograd.grad(out, projection, grad)
+    assert found.abs().min() > 0
+
+
 @pytest.mark.usefixtures("small")
 def test_it_is_a_proper_operator():
     query, key, value, projection, _ = problem(24, 16, 20, torch.float32)

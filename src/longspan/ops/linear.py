@@ -94,7 +94,12 @@ def linear_attention(
         eps: added to each softmax feature, relative to the largest; keeps sums off zero. Gradients
             know nothing of what sets the largest, as usual: they are off by the order of eps.
     """
-    if kernel == "softmax" and projection is not None and serves(query, key, value):
+    if (
+        kernel == "softmax"
+        and projection is not None
+        and not projection.requires_grad  # a gradient that it would not be given there
+        and serves(query, key, value)
+    ):
         return feature_attention(query, key, value, projection, valid, eps)
     with _full_precision(query):
         (q, k, v), projection = _wide(query, key, value, projection)
