@@ -5,13 +5,12 @@ their number times the number of tokens. On a GPU fused kernels compare them. No
 gradient.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from longspan.ops.operator import operator
+from longspan.ops.window.api import refuse_triton
 
 # Products that are formed at a time; on a GPU every time has to be launched, for many rows.
 _SCORES = 2**24
@@ -19,9 +18,10 @@ _SCORES_ON_GPU = 2**27
 
 
 def serves(tensor: Tensor) -> bool:
-    """Whether the fused kernels do."""
-    fits = tensor.dtype != torch.float64 and tensor.numel() > 0
-    return tensor.is_cuda and fits and find_spec("triton") is not None
+    """Whether the fused kernels do, which take heads of any size."""
+    if not tensor.is_cuda or tensor.numel() == 0:
+        return False
+    return refuse_triton(tensor.device, tensor.dtype, 0) is None
 
 
 @torch.no_grad()

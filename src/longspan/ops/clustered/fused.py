@@ -5,18 +5,17 @@ Nothing is copied into sorted order, and nothing is read back from the device.
 """
 
 import math
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.ops.operator import differentiable, operator
+from longspan.ops.window.api import refuse_triton
 from longspan.ops.window.dropout import new_seed, threshold
 
 LOG2E = math.log2(math.e)
 _ROUNDS = 16  # at the most; programs grow with them
-_WIDEST = 256  # head size
 _LARGEST = 128  # tile
 _SETTLED = 1024  # tokens that one program puts in their places
 
@@ -24,11 +23,10 @@ _SETTLED = 1024  # tokens that one program puts in their places
 def serves(query: Tensor, key: Tensor, value: Tensor, rounds: int = 1) -> bool:
     return (
         query.is_cuda
-        and query.dtype == key.dtype == value.dtype != torch.float64
+        and query.dtype == key.dtype == value.dtype
         and query.numel() > 0
-        and query.shape[3] <= _WIDEST
         and rounds <= _ROUNDS
-        and find_spec("triton") is not None
+        and refuse_triton(query.device, query.dtype, query.shape[3]) is None
     )
 
 
