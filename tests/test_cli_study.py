@@ -127,6 +127,8 @@ def test_positions(text, tmp_path):
         (["plot", "runs.json"], "No such file"),
         (["plot", "other.json"], "other.json is no results file of longspan plot"),
         (["plot", "cut.json"], "cut.json is not JSON"),
+        (["plot", "none.json"], "none.json is no results file of longspan plot"),
+        (["plot", "bare.json"], "its runs lack bits_per_character, characters_per_second, curve"),
         (["plot", "runs", "other.json"], "other.json is drawn as it is: give no other runs"),
         (["plot", "other.json", "--shared"], "other.json is drawn as it is: give no other runs"),
     ],
@@ -135,6 +137,8 @@ def test_mistakes_are_named(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"arms": []}')
     (tmp_path / "cut.json").write_text('{"runs": [')
+    (tmp_path / "none.json").write_text('{"runs": []}')
+    (tmp_path / "bare.json").write_text('{"runs": [{"name": "tiny"}]}')
     done = RUNNER.invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())

@@ -29,6 +29,9 @@ from longspan.train.recipe import change
 FRACTIONS = (0.1, 0.5, 1.0)  # of the hardest tokens, for RECL
 _TOKENS = 65_536  # read at a time
 _MEASURED = "measured.json"  # in a run's folder
+# What table and curves need of a run; the latter unless the device was shared.
+_SHOWN = frozenset({"name", "parameters", "bits_per_character", "peak_mib", "step", "curve"})
+_SHOWN_OF_TIME = frozenset({"characters_per_second", "training_seconds"})
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,13 @@ def read_results(path: Path) -> dict[str, Any]:
         found = read_json(path)
     except ValueError:  # UnicodeDecodeError too
         raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+    runs = found.get("runs") if isinstance(found, dict) else None
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
         raise ValueError(f"{path} is no results file of longspan plot: it holds no runs")
+    wanted = _SHOWN if found.get("shared", False) else _SHOWN | _SHOWN_OF_TIME
+    lacking = sorted({key for run in runs for key in wanted - run.keys()})
+    if lacking:
+        raise ValueError(f"{path} cannot be drawn: its runs lack {', '.join(lacking)}")
     return found
 
 
