@@ -12,7 +12,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from longspan.models.capture import capture, release
+from longspan.models.captured import capture, release
 from longspan.models.config import LongspanConfig
 from longspan.models.coreference import LongspanForCoreference
 from longspan.models.decoder import DecoderState, LongspanForCausalLM

@@ -35,6 +35,7 @@ def capture(model: Model, *, most: int = 4) -> Model:
     - where a loss comes out, gradients flow from it alone;
     - what `torch.autograd.grad` finds for weights is written over by the next call, `.grad` not;
     - activations stay allocated, for every kind of call;
+    - gradient checkpointing is not recorded, as it looks at the state of random numbers;
     - a mask of global tokens needs `max_global_tokens`, or the model would have to look at it;
     - hooks of its layers are not called, nor is any other Python of theirs;
     - whoever changes the model itself, its windows say, or loads weights with `assign=True`, calls
@@ -138,6 +139,11 @@ class _Captured:
         with graphs.trying(call.tensors[0].device):
             try:
                 _refuse_several_devices([*call.tensors, *named.values()])
+                if self.model.training and getattr(self.model, "is_gradient_checkpointing", False):
+                    raise graphs.RecordingError(
+                        "gradient checkpointing asks for the state of random numbers, which no "
+                        "graph can give"
+                    )
                 return _Recording(forward, call.tensors, learning)
             except graphs.RecordingError as reason:
                 warnings.warn(f"a call was not captured and runs as ever: {reason}", stacklevel=5)

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 import longspan
 from longspan.graphs import RecordingError
-from longspan.models import LongspanConfig, LongspanForMaskedLM, LongspanForSequenceClassification
+from longspan.models import (
+    LongspanConfig,
+    LongspanForMaskedLM,
+    LongspanForSequenceClassification,
+    captured,
+)
 
-# The module, which its function hides.
-MODULE: Any = import_module("longspan.models.capture")
+MODULE: Any = captured  # some of it is its own
 
 
 class Forward:
@@ -294,6 +298,14 @@ def test_what_has_no_weights_is_recorded_once(device, graphs):
         made += vars(model)["forward"]._recordings.values()
     assert len(made) == 3
     assert len(set(made)) == 1
+
+
+def test_checkpointing_runs_as_ever(device, graphs):
+    model = longspan.capture(build(device))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**batch(device, 0)).loss.backward()
+    with pytest.warns(UserWarning, match="runs as ever: gradient checkpointing"):
+        model(**batch(device, 0)).loss.backward()
 
 
 def test_release_and_copies(device, graphs):
