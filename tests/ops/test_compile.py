@@ -105,46 +105,78 @@ for head_dim in (32, 64, 128):
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 
-CLUSTERS = """
+FAMILY = """
 import sys
+from importlib import import_module
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from longspan.ops import centroid_kernels
-from longspan.ops.clustered import kernels
 
-INTEGERS = {"CLUSTERS": "i32", "PLACES": "i32", "BY_TOKEN": "i32", "MARKS": "i32", "START": "i32",
-            "ORDER": "i64", "SLOTS": "i64", "SEED": "i64", "FOUND": "i64"}
-FLOATS = {"LSE", "PART_LSE", "SUMS", "SCORES"}
-NAMES = ("settle", "spread", "forward", "merge", "gather", "backward_query", "backward_key",
-         "nearest", "select")
+INTEGERS = {"CLUSTERS": "i32", "BY_TOKEN": "i32", "MARKS": "i32", "START": "i32", "PLACES": "i32",
+            "ORDER": "i64", "SLOTS": "i64", "SEED": "i64", "FOUND": "i64", "LISTED": "i64",
+            "FIRST": "i64", "LAST": "i64", "EXTENT": "i32", "VALID": "u8", "COUNTED": "i32",
+            "COUNTS": "i32", "SUMMED": "i32"}
+FLOATS = {"LSE", "PART_LSE", "SUMS", "SCORES", "SPANS", "DSPANS", "DELTA", "DK", "DV", "K_SUMS",
+          "V_SUMS", "TOTALS", "WIDE", "LOGS", "TRACE", "OFFSETS"}
+NUMBERS = {"scale", "factor", "boost", "half", "least", "back", "lower", "lift"}
+FLAGS = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BK": 32, "BF": 64, "BD": 16, "BLOCK": 512,
+         "ROUNDS": 3, "CAUSAL": False, "ROUTED": False, "SELF_LAST": True, "MEAN": True,
+         "OPPOSITES": True, "RUNS": False, "BETWEEN": True, "MASKED": True, "FADING": True,
+         "DROPOUT": False, "KEYS": True, "WHOLE": True, "TOKENS": True, "STEPS": 6,
+         "PADDED": True, "PRECISION": "tf32x3"}
+# Where a kernel is, and how else it is compiled.
+PARTS = {
+    "clustered.kernels": {
+        **dict.fromkeys(("settle", "spread", "merge", "gather"), [{}]),
+        **dict.fromkeys(("forward", "backward_query", "backward_key"), [
+            {}, {"ROUTED": True, "ROUNDS": 1, "DROPOUT": True}, {"CAUSAL": True, "SELF_LAST": False}
+        ]),
+    },
+    "centroid_kernels": dict.fromkeys(("nearest", "select"), [{}]),
+    "listed_kernels": {
+        "extent": [{}],
+        **dict.fromkeys(("forward", "backward_query", "backward_key"), [
+            {}, {"RUNS": True, "BETWEEN": False, "FADING": False, "DROPOUT": True, "KEYS": False}
+        ]),
+    },
+    "span_kernels": dict.fromkeys(
+        ("means", "means_backward"), [{}, {"MASKED": False, "TOKENS": False}]
+    ),
+    "features.kernels": dict.fromkeys(
+        ("sum_keys", "join_keys", "read", "backward_query", "sum_queries", "join_queries",
+         "backward_key"), [{}],
+    ),
+}
 
-capability, kind = int(sys.argv[1]), sys.argv[2]
-for name in NAMES:
-    rich = ("forward", "backward_query", "backward_key")
-    variants = [{}] if name not in rich else [
-        {}, {"ROUTED": True, "ROUNDS": 1, "DROPOUT": True}, {"CAUSAL": True, "SELF_LAST": False},
-    ]
-    module = kernels if hasattr(kernels, name) else centroid_kernels
+part, capability, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+module = import_module(f"longspan.ops.{part}")
+for name, variants in PARTS[part].items():
     function = getattr(module, name).kernel
     for variant in variants:
-        flags = {"ROUNDS": 3, "CAUSAL": False, "ROUTED": False, "SELF_LAST": True, "MEAN": True,
-                 "DROPOUT": False, "HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BK": 32,
-                 "BLOCK": 512, "OPPOSITES": True, "PRECISION": "tf32x3"} | variant
+        flags = FLAGS | variant
+        # Gradients of listed keys are added up by atomics.
+        floats = FLOATS if part == "listed_kernels" else FLOATS - {"DK", "DV"}
         signature, constants, hints = {}, {}, {}
         for place, argument in enumerate(function.arg_names):
-            if argument in flags:
+            if argument in flags and function.params[place].is_constexpr:
                 signature[argument] = "constexpr"
                 constants[(place,)] = flags[argument]
             elif argument.isupper():
-                pointer = "fp32" if argument in FLOATS else INTEGERS.get(argument, kind)
+                pointer = "fp32" if argument in floats else INTEGERS.get(argument, kind)
                 signature[argument] = "*" + pointer
                 hints[(place,)] = [["tt.divisibility", 16]]
             else:
-                signature[argument] = "fp32" if argument in ("scale", "factor", "boost") else "i32"
+                signature[argument] = "fp32" if argument in NUMBERS else "i32"
         source = ASTSource(function, signature, constants, hints)
         assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 """
+PARTS = (
+    "clustered.kernels",
+    "centroid_kernels",
+    "listed_kernels",
+    "span_kernels",
+    "features.kernels",
+)
 
 KERNELS = (
     "forward",
@@ -182,11 +214,11 @@ def test_the_kernel_for_hopper_compiles(monkeypatch):
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="an NVIDIA toolchain is needed")
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_the_kernels_of_clusters_compile(target, monkeypatch):
+@pytest.mark.parametrize(("part", "target"), list(itertools.product(PARTS, TARGETS)), ids=str)
+def test_the_kernels_of_the_family_compile(part, target, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     capability, kind = target
-    _run(CLUSTERS, str(capability), kind)
+    _run(FAMILY, part, str(capability), kind)
 
 
 def _run(program: str, *arguments: str) -> None:
