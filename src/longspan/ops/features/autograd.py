@@ -1,12 +1,10 @@
 """The kernels as torch operators: one forward and one backward op."""
 
-from functools import lru_cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from longspan.ops.operator import differentiable, operator
+from longspan.ops.window.api import refuse_triton
 
 PLACES = 128  # the number of features is rounded up to this: no kernel takes more at a time
 
@@ -18,22 +16,8 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and 16 <= query.shape[3] <= 128
-        and _capable(query.device)
+        and refuse_triton(query.device, query.dtype, query.shape[3]) is None
     )
-
-
-@lru_cache
-def _old(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < 8
-
-
-def _capable(device: torch.device) -> bool:
-    """Triton is there and knows the GPU; of tensors without numbers, one that is only named."""
-    return find_spec("triton") is not None and not (torch.cuda.is_available() and _old(device))
-
-
-# As in `window.api`: nothing that changes while a graph is traced.
-_capable._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def feature_attention(
