@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import longspan
+from longspan import LongspanForConditionalGeneration, LongspanSeq2SeqConfig
 from longspan.cli import app
 from longspan.data.examples import Skips
 from longspan.data.tables import Row
@@ -55,6 +57,22 @@ def test_it_learns_what_is_asked_and_predicts(tmp_path: Path):
     assert done.output.startswith("the cat is in the house.\nthe cat and the cat.\n")
     streamed = [json.loads(x) for x in out.read_text().splitlines()]
     assert [x["summary"] for x in streamed] == [x["summary"] for x in lines]
+
+
+def test_targets_begin_as_they_end_where_mbart_names_its_language(tmp_path: Path):
+    """Also those that are cut short, and what is generated: else it begins with what it never saw
+    in training."""
+    own = recipe("summarize", tmp_path, writing__longest=4)
+    config = LongspanSeq2SeqConfig.from_pretrained(own.model.source)
+    config.wrap_target, config.decoder_start_token_id = True, None
+    model = LongspanForConditionalGeneration.from_pretrained(own.model.source, config=config)
+    model.generation_config.decoder_start_token_id = None
+    model.save_pretrained(own.model.source)
+    task = make_task(own)
+    built: Any = task.build()
+    batch, _ = task.batch(0, 0, range(4))
+    assert built.prepare_decoder_input_ids_from_labels(batch["labels"])[:, 0].tolist() == [3] * 4
+    assert built.generate(batch["input_ids"], max_new_tokens=2)[:, 0].tolist() == [3] * 4
 
 
 def test_queries_are_global(tmp_path: Path):
