@@ -63,11 +63,12 @@ def test_targets_begin_as_they_end_where_mbart_names_its_language(tmp_path: Path
     """Also those that are cut short, and what is generated: else it begins with what it never saw
     in training."""
     own = recipe("summarize", tmp_path, writing__longest=4)
-    config = LongspanSeq2SeqConfig.from_pretrained(own.model.source)
+    source = str(own.model.source)
+    config = LongspanSeq2SeqConfig.from_pretrained(source)
     config.wrap_target, config.decoder_start_token_id = True, None
-    model = LongspanForConditionalGeneration.from_pretrained(own.model.source, config=config)
+    model = LongspanForConditionalGeneration.from_pretrained(source, config=config)
     model.generation_config.decoder_start_token_id = None
-    model.save_pretrained(own.model.source)
+    model.save_pretrained(source)
     task = make_task(own)
     built: Any = task.build()
     batch, _ = task.batch(0, 0, range(4))
