@@ -126,7 +126,7 @@ def predict(
     """
     from transformers.utils import logging
 
-    from longspan.tasks.predict import Pipeline, predict_file, write_clusters
+    from longspan.tasks.predict import Pipeline, predict_file, remarks, write_clusters
 
     logging.disable_progress_bar()
     console = Console()
@@ -160,7 +160,8 @@ def predict(
     except KeyboardInterrupt:
         console.print(f"stopped; the same command with --resume goes on with {target}")
         raise typer.Exit(130) from None
-    console.print(f"{count:,} rows in {target}", highlight=False, soft_wrap=True)
+    said = ", ".join([f"{count:,} rows in {target}", *remarks(target)])
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 @commands.command()

@@ -46,6 +46,13 @@ def test_it_learns_what_is_asked_and_predicts(tmp_path: Path):
         use(text * 9)
     head = longspan.pipeline(tmp_path / "run", too_long="head")(text * 9, question="why?")
     assert head["unread"] > 0
+    rows = [{"text": text * 9, "question": "why?"}, {"text": text}, {"text": ""}]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["predict", str(tmp_path / "run"), str(tmp_path / "long.jsonl")]
+    done = CliRunner().invoke(app, command)
+    assert "the model reads 24" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, [*command, "--too-long", "head"])
+    assert '1 skipped ("skipped"), 1 read in part only ("unread")' in done.output
     said: list[str] = []
     told = use(text, question="why?", say=said.append)
     assert len(said) > 2
