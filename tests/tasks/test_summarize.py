@@ -159,6 +159,18 @@ def test_what_is_too_long_is_said(tmp_path: Path):
     assert "64 of 64 summaries to learn from have more than 4 tokens" in notes
 
 
+def test_a_question_that_leaves_no_room_is_said_at_once(tmp_path: Path):
+    own = recipe("summarize", tmp_path, too_long="head")
+    row = {"id": "x", "text": "the cat", "question": "why " * 30, "summary": "the cat"}
+    with Path(str(own.data.train)).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"a question of 30 tokens leaves room for 0"):
+        make_task(own)
+    use = Summarizer(own, AutoTokenizer.from_pretrained(str(own.model.source)))
+    with pytest.raises(ValueError, match=r"line 7: a question of 30 tokens"):
+        use.predict(None, [Row("line 7", row)])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
