@@ -95,6 +95,28 @@ def test_queries_are_global(tmp_path: Path):
     assert [use.size(one) for one in (Document(long, long), Document(long, none))] == [23, 12]
 
 
+def test_it_writes_as_the_recipe_says(tmp_path: Path):
+    """And not as the checkpoint's own settings of generation do."""
+    how = {"beams": 3, "length_penalty": -0.5, "no_repeat": 2, "longest": 7}
+    own = recipe("summarize", tmp_path, **{f"writing__{k}": v for k, v in how.items()})
+    task = make_task(own)
+    model: Any = task.build()
+    model.generation_config.min_length = 6
+    asked: dict[str, Any] = {}
+    generate = model.generate
+
+    def remember(**given: Any) -> Any:
+        asked.update(given)
+        return generate(**given)
+
+    model.generate = remember
+    text = Document(np.arange(5, 15), np.array([20, 21]))
+    task.write(model, [text])
+    names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "max_new_tokens", "min_length")
+    assert [asked[name] for name in names] == [3, -0.5, 2, 7, 0]
+    assert asked["global_attention_mask"].sum() == 4
+
+
 def test_the_loss_is_smoothed_in_training_only(tmp_path: Path):
     losses = []
     for smoothing in (0.0, 0.5):
