@@ -411,6 +411,8 @@ def test_bad_input_of_generation_is_named():
     with pytest.raises(ValueError, match=r"a target of 25 tokens.*max_new_tokens"):
         model.generate(ids, max_new_tokens=25)
     assert model.generate(ids, max_new_tokens=24, min_new_tokens=24).shape[1] == 25
+    with pytest.raises(ValueError, match=r"guidance_scale=1\.5: .* leave it out"):
+        model.generate(ids, guidance_scale=1.5, max_new_tokens=5)
     with pytest.raises(TypeError, match="an EncoderDecoderCache that grows"):
         model.generate(ids, cache_implementation="static", max_new_tokens=5)
 
