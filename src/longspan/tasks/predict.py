@@ -25,6 +25,8 @@ class Pipeline:
     >>> classify("The walls are closing in ...")["label"]
     >>> find = longspan.pipeline("runs/cuad")
     >>> find(contract, question="Governing Law")["answer"]
+    >>> write = longspan.pipeline("runs/papers")
+    >>> write(paper)["summary"]
     >>> resolve = longspan.pipeline("runs/litbank")
     >>> resolve(novel)["clusters"][0]
     >>> choose = longspan.pipeline("runs/race")
