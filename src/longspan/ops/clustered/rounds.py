@@ -60,7 +60,8 @@ def attend(
 ) -> Tensor:
     """`clustered_attention` of as many queries as keys, clusters [batch, tokens, heads, rounds];
     what comes out for padding is anything. Differentiable once."""
-    asked = asked._replace(before=min(asked.before, -(-query.shape[1] // asked.size) - 1))
+    before = min(asked.before, -(-query.shape[1] // asked.size) - 1)  # there are no more
+    asked = asked._replace(before=before, reach=asked.reach if causal else before)
     laid = _lay_out(clusters, causal, valid, asked)
     rows = (t.reshape(-1, t.shape[-1]) for t in (query, key, value))
     return _Rounds.apply(*rows, laid, asked).view(query.shape)
@@ -129,7 +130,6 @@ def _pieces(laid: _Laid, number: int, asked: Asked) -> Iterator[_Piece]:
     """Of the round of that number."""
     size, before = asked.size, asked.before
     rows, empty = laid.rows[number], laid.empty[number]
-    # Their order says which keys lie behind: what is negative wraps around and comes last.
     marks = laid.marks[: number + 1].index_select(1, rows)
     least, most = torch.iinfo(marks.dtype).min, torch.iinfo(marks.dtype).max
     theirs = marks.masked_fill(empty, most)
@@ -143,7 +143,8 @@ def _pieces(laid: _Laid, number: int, asked: Asked) -> Iterator[_Piece]:
         wide = slice(own.start - before * size, own.stop)
 
         def apart(r: int, own: slice = own, wide: slice = wide) -> Tensor:
-            """least + the reach, at most, for what is seen in round r, and one more for others."""
+            """How much larger marks are than others', plus the least number there is: what is
+            negative wraps around, so that only what is seen is as small as `seen`."""
             mine = (marks[r, own] + least).view(-1, size, 1)
             return mine - theirs[r, wide].unfold(0, keys, size)[:, None]
 
