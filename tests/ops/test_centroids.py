@@ -48,6 +48,13 @@ def test_of_equals_the_first_is_nearest():
     points = torch.ones(1, 3, 1, 2)
     assert nearest(points, torch.ones(1, 40, 2)).eq(0).all()
     assert hashed(torch.zeros(1, 3, 1, 2), torch.ones(1, 1, 40, 2)).eq(0).all()
+    # Whole numbers: many products are equal, directions' and opposites'.
+    torch.manual_seed(0)
+    points = torch.randint(-2, 3, (2, 50, 2, 3)).float()
+    directions = torch.randint(-2, 3, (4, 2, 7, 3)).float()
+    products = torch.einsum("bnhd,rhkd->bnhrk", points, directions)
+    wanted = torch.cat((products, -products), dim=-1).argmax(-1)
+    assert torch.equal(hashed(points, directions), wanted)
 
 
 @settings(max_examples=50, deadline=None)

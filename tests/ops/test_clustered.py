@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.ops.clustered import clustered_attention, routed_attention
-from longspan.ops.clustered import plain as module
+from longspan.ops.clustered import clustered_attention, plain, routed_attention
+from longspan.ops.clustered import rounds as rounds_of
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -70,6 +70,15 @@ def problem(
     return [t.to(dtype).requires_grad_() for t in tensors], clusters
 
 
+def at_a_time(patch, scores):
+    for module, name in (
+        (plain, "_SCORES"),
+        (rounds_of, "_SCORES"),
+        (rounds_of, "_SCORES_ON_CPU"),
+    ):
+        patch.setattr(module, name, scores)
+
+
 def compare(tensors, clusters, **how):
     found = clustered_attention(*tensors, clusters=clusters, **how)
     wanted = dense(*tensors, clusters=clusters, **how)
@@ -103,7 +112,7 @@ def test_chunks_against_a_mask(
     valid = torch.rand(2, tokens) < 0.7 if padded else None
     how = {"size": size, "before": before, "self_last": self_last, "valid": valid}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SCORES", together)
+        at_a_time(patch, together)
         compare(tensors, clusters, **how)
 
 
@@ -119,7 +128,7 @@ def test_chunks_against_a_mask(
 def test_causally_against_a_mask(tokens, rounds, size, self_last, of, together):
     tensors, clusters = problem(tokens, rounds, of=of)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SCORES", together)
+        at_a_time(patch, together)
         compare(tensors, clusters, size=size, causal=True, self_last=self_last)
 
 
@@ -169,7 +178,7 @@ def test_members_against_a_mask(tokens, count, size, self_last, together):
         wanted = wanted + by_mask(*tensors, seen=seen.to(places.device), scale=0.5)
     wanted = wanted / times.clamp(min=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SCORES", together)
+        at_a_time(patch, together)
         found = routed_attention(*tensors, places=places, self_last=self_last)
         assert not found[(times == 0).expand_as(found)].any()
         torch.testing.assert_close(found, wanted)
@@ -203,10 +212,10 @@ def test_lower_precision(dtype, rounds, causal):
         ]
     )
     scores = (query @ key.mT * 0.5).masked_fill(~seen, -torch.inf)
-    plain = (scores.softmax(-1).nan_to_num() @ value).transpose(1, 2)
+    usually = (scores.softmax(-1).nan_to_num() @ value).transpose(1, 2)
     found = clustered_attention(*tensors, clusters=clusters, **how)
     assert found.dtype == dtype
-    error, usual = ((one.double() - wanted).abs().max().detach() for one in (found, plain))
+    error, usual = ((one.double() - wanted).abs().max().detach() for one in (found, usually))
     assert float(error) <= max(2 * float(usual), 8 * torch.finfo(dtype).eps)
     found.float().sum().backward()
     assert all(t.grad.isfinite().all() for t in tensors)
@@ -219,6 +228,30 @@ def test_large_scores_do_not_overflow(rounds):
     assert out.isfinite().all()
     out.float().sum().backward()
     assert query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_that_are_dropped_are_dropped_backward(rounds, causal, monkeypatch):
+    """All at once and in pieces: gradients against finite differences; everything and nothing
+    dropped."""
+    tensors, clusters = problem(11, rounds, batch=1, heads=2)
+    how = {"size": 3, "before": 0 if causal else 1, "causal": causal, "self_last": True}
+
+    def call(query, key, value):
+        torch.manual_seed(0)
+        return clustered_attention(query, key, value, clusters, dropout_p=0.4, **how)
+
+    for together in (2**23, 1):
+        at_a_time(monkeypatch, together)
+        assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+    whole = clustered_attention(*tensors, clusters=clusters, **how)
+    assert not torch.equal(call(*tensors), whole)
+    assert not clustered_attention(*tensors, clusters=clusters, dropout_p=1.0, **how).any()
+    at_a_time(monkeypatch, 2**16)
+    often = (t.detach().expand(4000, -1, -1, -1) for t in (*tensors, clusters))
+    mean = clustered_attention(*often, dropout_p=0.4, **how).mean(0)
+    torch.testing.assert_close(mean, whole[0], atol=0.1, rtol=0)
 
 
 def test_one_cluster_and_one_chunk_is_full_attention():
@@ -259,7 +292,7 @@ def test_memory_is_linear(causal):
     for tokens in (512, 2048):
         tensors, clusters = problem(tokens, 2, batch=1, heads=1, of=8)
         with pytest.MonkeyPatch.context() as patch, Watch():
-            patch.setattr(module, "_SCORES", 2**12)
+            at_a_time(patch, 2**12)
             clustered_attention(
                 *tensors, clusters=clusters, size=16, causal=causal
             ).sum().backward()

@@ -5,6 +5,8 @@ their number times the number of tokens. On a GPU fused kernels compare them. No
 gradient.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -15,6 +17,7 @@ from longspan.ops.window.api import refuse_triton
 # Products that are formed at a time; on a GPU every time has to be launched, for many rows.
 _SCORES = 2**24
 _SCORES_ON_GPU = 2**27
+_SCORES_ON_CPU = 2**19  # of what is compared at once, so that it stays in its caches
 
 
 def serves(tensor: Tensor) -> bool:
@@ -30,11 +33,7 @@ def nearest(points: Tensor, directions: Tensor) -> Tensor:
     with the largest product, the first of equals."""
     if serves(points) and directions.dtype != torch.float64:
         return _nearest(points, directions[None], False)[..., 0]
-    points, directions = _wide(points, directions)
-    batch, heads, _, _ = points.shape
-    with torch.autocast(points.device.type, enabled=False):
-        some = max(1, _SCORES // max(1, batch * heads * directions.shape[1]))
-        found = [(part @ directions.mT).argmax(-1) for part in points.split(some, dim=2)]
+    found = [_place(scores, scores.amax(-1)) for scores in _products(points, directions)]
     return torch.cat(found, dim=2).transpose(1, 2)
 
 
@@ -44,8 +43,14 @@ def hashed(points: Tensor, directions: Tensor) -> Tensor:
     in each round, the nearest of the directions and, numbered behind these, their opposites."""
     if serves(points) and directions.dtype != torch.float64:
         return _nearest(points, directions, True)
-    both = torch.cat((directions, -directions), dim=2)
-    return torch.stack([nearest(points, one) for one in both], dim=-1)
+    rounds, _, count, _ = directions.shape
+    found = []
+    for scores in _products(points, directions.transpose(0, 1).flatten(1, 2)):
+        scores = scores.unflatten(-1, (rounds, count))
+        most, least = scores.amax(-1), scores.amin(-1)
+        opposite = -least > most
+        found.append(_place(scores, torch.where(opposite, least, most)) + opposite * count)
+    return torch.cat(found, dim=2).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -92,6 +97,26 @@ def sums_of(points: Tensor, assigned: Tensor, clusters: int) -> tuple[Tensor, Te
     sums = points.new_zeros(heads * clusters, dim).index_add(0, row.flatten(), points.flatten(0, 1))
     counts = torch.bincount(row.flatten(), minlength=heads * clusters)
     return sums.unflatten(0, (heads, clusters)), counts.view(heads, clusters)
+
+
+def _products(points: Tensor, directions: Tensor) -> Iterator[Tensor]:
+    """[batch, heads, some tokens, count], for all tokens in turn."""
+    points, directions = _wide(points, directions)
+    batch, heads, _, _ = points.shape
+    most = _SCORES_ON_CPU if points.device.type == "cpu" else _SCORES
+    some = max(1, most // max(1, batch * heads * directions.shape[1]))
+    with torch.autocast(points.device.type, enabled=False):
+        for part in points.split(some, dim=2):
+            yield part @ directions.mT
+
+
+def _place(scores: Tensor, value: Tensor) -> Tensor:
+    """[..., count], [...] -> where the value comes first. Overwrites the scores: on a CPU argmax
+    takes five times as long. NaN, which is equal to nothing, is found at the end."""
+    count = scores.shape[-1]
+    behind = torch.arange(count, 0, -1, dtype=scores.dtype, device=scores.device)
+    found = scores.eq_(value[..., None]).mul_(behind).amax(-1)
+    return (count - found.long()).clamp_(max=count - 1)
 
 
 def _wide(points: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,8 @@ last, cuts the result into chunks, and attends within these:
   depend on what follows: a later token moves the ones sorted behind it into other chunks.
 
 With several rounds, each with clusters of its own, a token sees what it sees in any of them, each
-key once: rounds are merged by their log-sum-exp, and a key that several have in common is
-discounted in each. Clusters may also choose their members, any number or none of them sharing a
-token (`routed_attention`).
+key once, however many have it in common: rounds are merged by their log-sum-exp. Clusters may also
+choose their members, any number or none of them sharing a token (`routed_attention`).
 
 Memory is linear in the number of tokens. `fused` serves on a GPU, `plain` everywhere.
 """

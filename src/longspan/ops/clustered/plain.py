@@ -1,4 +1,5 @@
 """Attention within clusters in PyTorch's own operations, any device: sort, chunk, attend, unsort.
+Where tokens of a chunk do not see all of it, or several rounds are merged, `rounds` does it.
 
 Memory is linear in the number of tokens: chunks are computed a few at a time and, while gradients
 are wanted, again in the backward pass.
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-NEVER = -1e30  # the log-sum-exp of a round in which a token saw itself alone
+from longspan.ops.clustered import rounds
+
 # Scores that are computed at a time, over all batch rows and heads. On a GPU every time has to be
 # launched, so there are no more than some of them.
 _SCORES = 2**23
@@ -25,9 +27,7 @@ class How(NamedTuple):
     """What is asked of the attention within chunks."""
 
     before: int  # chunks in front that are seen too
-    reach: int | None  # how far apart marks may be, see `_sort`; None: all that is listed is seen
     self_last: bool
-    merged: bool  # whether the log-sum-exp is wanted, too
     dropout_p: float
     scale: float
 
@@ -36,7 +36,6 @@ class _Sorted(NamedTuple):
     places: Tensor  # [batch, chunks, heads, size]: which token stands where, -1 = none
     there: Tensor  # the same as rows of [batch * tokens * heads, ...]; any row for none
     back: Tensor  # [batch, tokens, heads]: where each token stands, as a row of `places`
-    mark: Tensor  # [batch, tokens, heads]
 
 
 def clustered(
@@ -54,25 +53,15 @@ def clustered(
     scale: float,
 ) -> Tensor:
     """`clustered_attention` of as many queries as keys."""
-    heads, rounds = query.shape[2], clusters.shape[3]
-    clusters = clusters.expand(-1, -1, heads, -1)
-    made = [_sort(clusters[..., r], size, causal, valid) for r in range(rounds)]
-    reach = size if causal else before
-    how = How(
-        before=1 if causal else before,
-        reach=reach if causal or rounds > 1 else None,
-        self_last=self_last,
-        merged=rounds > 1,
-        dropout_p=dropout_p,
-        scale=scale,
-    )
-    marks = None if how.reach is None else torch.stack([one.mark for one in made], dim=-1)
-    padded = valid is not None
-    parts = [
-        _one_round(query, key, value, marks, one, number, padded, how)
-        for number, one in enumerate(made)
-    ]
-    out = _merge(parts, query.dtype) if rounds > 1 else parts[0][0]
+    clusters = clusters.expand(-1, -1, query.shape[2], -1)
+    if causal or clusters.shape[3] > 1:
+        reach, before = (size, 1) if causal else (before, before)
+        asked = rounds.Asked(size, before, reach, self_last, dropout_p, scale)
+        out = rounds.attend(query, key, value, clusters, causal=causal, valid=valid, asked=asked)
+    else:
+        how = How(before, self_last, dropout_p, scale)
+        by = _sort(clusters[..., 0], size, valid)
+        out = _one_round(query, key, value, by, valid is not None, how)
     return out if valid is None else out.masked_fill(~valid[..., None, None], 0.0)
 
 
@@ -88,13 +77,13 @@ def routed(
 ) -> Tensor:
     """`routed_attention`."""
     batch, tokens, heads, head_dim = query.shape
-    how = How(0, None, self_last, merged=False, dropout_p=dropout_p, scale=scale)
+    how = How(0, self_last, dropout_p, scale)
     there = _rows(places.clamp(min=0), tokens).flatten()
     q, k, v = (
         t.reshape(-1, head_dim).index_select(0, there).view(*places.shape, head_dim)
         for t in (query, key, value)
     )
-    out, _ = _attend(q, k, v, places, None, 0, how)
+    out = _attend(q, k, v, places, how)
     # One row more for the slots without a member.
     there = there.masked_fill((places < 0).flatten(), batch * tokens * heads)
     wide = torch.promote_types(out.dtype, torch.float32)
@@ -104,9 +93,8 @@ def routed(
     return (sums[:-1] / count[:-1, None].clamp(min=1)).to(query.dtype).view(query.shape)
 
 
-def _sort(cluster: Tensor, size: int, causal: bool, valid: Tensor | None) -> _Sorted:
-    """By clusters [batch, tokens, heads]. Of two tokens, one sees the other if its mark is at
-    least as large, and larger by no more than `How.reach`."""
+def _sort(cluster: Tensor, size: int, valid: Tensor | None) -> _Sorted:
+    """By clusters [batch, tokens, heads]."""
     tokens = cluster.shape[1]
     cluster = cluster.transpose(1, 2).to(torch.int32)
     if valid is not None:
@@ -115,10 +103,6 @@ def _sort(cluster: Tensor, size: int, causal: bool, valid: Tensor | None) -> _So
     slot = torch.empty_like(order)
     count = torch.arange(tokens, device=order.device).expand_as(order)
     slot.scatter_(-1, order, count)
-    # Causally, tokens of different clusters are kept further apart than the reach.
-    mark = slot + cluster * (size + 1) if causal else slot // size
-    small = not causal and tokens // size < torch.iinfo(torch.int16).max
-    mark = mark.transpose(1, 2).to(torch.int16 if small else torch.int32)
     there = order
     if valid is not None:
         order = order.masked_fill(~valid[:, None].expand_as(order).gather(-1, order), -1)
@@ -131,7 +115,7 @@ def _sort(cluster: Tensor, size: int, causal: bool, valid: Tensor | None) -> _So
     row = torch.arange(batch, device=slot.device)[:, None, None]
     slot = slot.transpose(1, 2)
     back = ((row * chunks + slot // size) * heads + head) * size + slot % size
-    return _Sorted(places, _rows(there, tokens), back, mark)
+    return _Sorted(places, _rows(there, tokens), back)
 
 
 def _rows(places: Tensor, tokens: int) -> Tensor:
@@ -160,55 +144,32 @@ class _Move(torch.autograd.Function):
 
 
 def _one_round(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    marks: Tensor | None,
-    by: _Sorted,
-    number: int,
-    padded: bool,
-    how: How,
-) -> tuple[Tensor, Tensor | None]:
-    """[batch, tokens, heads, head_dim] and, if wanted, the log-sum-exp [batch, tokens, heads]."""
+    query: Tensor, key: Tensor, value: Tensor, by: _Sorted, padded: bool, how: How
+) -> Tensor:
+    """[batch, tokens, heads, head_dim]."""
     head_dim = query.shape[-1]
     there, back = by.there.flatten(), by.back.flatten()
     q, k, v = (
         _Move.apply(t.reshape(-1, head_dim), there, back, None).view(*by.places.shape, head_dim)
         for t in (query, key, value)
     )
-    if marks is not None:
-        marks = marks.flatten(0, 2).index_select(0, there).view(*by.places.shape, -1)
-    places = by.places
-    if marks is None:
-        # Slots are empty, and tokens meet themselves, in the same places of every head.
-        places = places[:, :, :1] if padded else places[:1, :, :1]
-        full = not padded and query.shape[1] % places.shape[3] == 0
-        places = None if full and how.before == 0 and not how.self_last else places
-    out, sums = _attend(q, k, v, places, marks, number, how)
+    # Slots are empty, and tokens meet themselves, in the same places of every head.
+    places = by.places[:, :, :1] if padded else by.places[:1, :, :1]
+    full = not padded and query.shape[1] % places.shape[3] == 0
+    places = None if full and how.before == 0 and not how.self_last else places
+    out = _attend(q, k, v, places, how)
     filled = None
     _, chunks, _, size = by.places.shape
     if query.shape[1] < chunks * size:  # slots behind the last token are nobody's
         slot = torch.arange(chunks * size, device=query.device).view(chunks, 1, size)
         filled = (slot < query.shape[1]).expand_as(by.places).flatten()
-    out = _Move.apply(out.reshape(-1, head_dim), back, there, filled).view(query.shape)
-    if sums is not None:
-        sums = _Move.apply(sums.reshape(-1, 1), back, there, filled).view(query.shape[:3])
-    return out, sums
+    return _Move.apply(out.reshape(-1, head_dim), back, there, filled).view(query.shape)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    places: Tensor | None,
-    marks: Tensor | None,
-    number: int,
-    how: How,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor | None, how: How) -> Tensor:
     """Of tensors [batch, chunks, heads, size, head_dim]: what the tokens of each chunk make of it
-    and of those in front, and, if wanted, the log-sum-exp [batch, chunks, heads, size]. Their
-    places are [batch or 1, chunks, heads or 1, size], None if all see all; their marks of all
-    rounds [..., rounds], of which `number` is this one."""
+    and of those in front. Their places are [batch or 1, chunks, heads or 1, size], None if all see
+    all."""
     batch, chunks, heads, size, _ = query.shape
     wanted = torch.is_grad_enabled()
     # A CPU is faster with what stays in its caches; gradients would be computed twice for it.
@@ -219,22 +180,19 @@ def _attend(
         # Without a mask, fused attention keeps no scores.
         together = chunks if places is None else max(together, chunks // _TIMES)
     again = wanted and together < chunks
-    own = [_cut(t, together) for t in (query, places, marks)]
-    wide = [_cut(t, together, how.before) for t in (key, value, places, marks)]
+    own = [_cut(t, together) for t in (query, places)]
+    wide = [_cut(t, together, how.before) for t in (key, value, places)]
     given: tuple[Any, ...]
     parts = []
     for given in zip(*own, *wide, strict=False):  # the first says how many there are
         if again:
             keep = how.dropout_p > 0  # the same weights have to be dropped again
             few: Any = partial(checkpoint, _few, use_reentrant=False, preserve_rng_state=keep)
-            done = few(number, how, *given)
+            done = few(how, *given)
         else:
-            done = _few(number, how, *given)
+            done = _few(how, *given)
         parts.append(done)
-    if len(parts) == 1:
-        return parts[0]
-    out, sums = zip(*parts, strict=True)
-    return torch.cat(out, 1), torch.cat(sums, 1) if how.merged else None
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _cut(tensor: Tensor | None, together: int, before: int = 0) -> Iterator[Tensor | None]:
@@ -252,16 +210,13 @@ def _cut(tensor: Tensor | None, together: int, before: int = 0) -> Iterator[Tens
 
 
 def _few(
-    number: int,
     how: How,
     query: Tensor,
     places: Tensor | None,
-    marks: Tensor | None,
     key: Tensor,
     value: Tensor,
     listed: Tensor | None,
-    marked: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """The same for a few chunks, whose keys begin `how.before` chunks earlier."""
     chunks = query.shape[1]
 
@@ -270,89 +225,26 @@ def _few(
         parts = [tensor[:, step : step + chunks] for step in range(how.before + 1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
-    key, value = beside(key), beside(value)
-    listed = None if listed is None else beside(listed)
-    marked = None if marked is None else beside(marked)
-    if how.merged:
-        assert places is not None
-        assert listed is not None
-        assert marks is not None
-        assert marked is not None
-        return _weighed(number, how, query, places, marks, key, value, listed, marked)
     seen = None
     if places is not None and listed is not None:
-        inside = True
-        if marks is not None and marked is not None:
-            inside, _ = _within(marks, marked, number, how)
-        seen, _ = _seen(places, listed, inside, how)
+        seen = _seen(places, beside(listed), how.self_last)
         seen = seen.expand(query.shape[0], *seen.shape[1:]).flatten(0, 1)
     out = scaled_dot_product_attention(
-        *(t.flatten(0, 1) for t in (query, key, value)),
+        *(t.flatten(0, 1) for t in (query, beside(key), beside(value))),
         attn_mask=seen,
         dropout_p=how.dropout_p,
         scale=how.scale,
     )
-    return out.unflatten(0, query.shape[:2]), None
+    return out.unflatten(0, query.shape[:2])
 
 
-def _weighed(
-    number: int,
-    how: How,
-    query: Tensor,
-    places: Tensor,
-    marks: Tensor,
-    key: Tensor,
-    value: Tensor,
-    listed: Tensor,
-    marked: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The same for one round of several, with the log-sum-exp."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    if query.dtype == torch.float16:
-        query, key = query.to(wide), key.to(wide)  # whose products may be out of its range
-    with torch.autocast(query.device.type, enabled=False):
-        scores = query @ key.mT
-    inside, times = _within(marks, marked, number, how)
-    seen, alone = _seen(places, listed, inside, how)
-    scores = scores.to(wide) * how.scale - times.to(wide).clamp(min=1).log()
-    scores = scores.masked_fill(~seen, -torch.inf)
-    sums = scores.logsumexp(-1)
-    weights = (scores - sums[..., None]).exp()
-    sums = sums if alone is None else sums.masked_fill(alone[..., 0], NEVER)
-    return dropout(weights, how.dropout_p).to(value.dtype) @ value, sums
-
-
-def _seen(
-    places: Tensor, listed: Tensor, inside: Tensor | bool, how: How
-) -> tuple[Tensor, Tensor | None]:
-    """[..., size, keys]: who sees whom of the tokens at `places` and those `listed` beside them;
-    and, if it matters, which see themselves alone [..., size, 1]."""
-    seen, alone = (listed >= 0)[..., None, :] & inside, None
-    if how.self_last:
+def _seen(places: Tensor, listed: Tensor, self_last: bool) -> Tensor:
+    """[..., size, keys]: who sees whom of the tokens at `places` and those `listed` beside them."""
+    seen = (listed >= 0)[..., None, :]
+    if self_last:
         itself = places[..., None] == listed[..., None, :]
         others = seen & ~itself
         alone = ~others.any(-1, keepdim=True)
         seen = torch.where(alone, itself & seen, others)
     # A slot without a token sees nothing and would be NaN; nobody reads it.
-    return seen | ~seen.any(-1, keepdim=True), alone
-
-
-def _within(marks: Tensor, marked: Tensor, number: int, how: How) -> tuple[Tensor, Tensor]:
-    """Which keys the tokens see by their marks in this round, and in how many rounds."""
-    inside = []
-    for mark, theirs in zip(marks.unbind(-1), marked.unbind(-1), strict=True):
-        apart = mark[..., None] - theirs[..., None, :]
-        inside.append(apart.clamp(0, how.reach) == apart)
-    times = inside[0].to(torch.int16)
-    for other in inside[1:]:
-        times = times + other
-    return inside[number], times
-
-
-def _merge(parts: list[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> Tensor:
-    """Rounds as one softmax over the keys of all."""
-    sums = torch.stack([one for _, one in parts if one is not None], dim=-1)
-    share = sums.softmax(-1)
-    total = sum(out * share[..., number, None] for number, (out, _) in enumerate(parts))
-    assert isinstance(total, Tensor)
-    return total.to(dtype)
+    return seen | ~seen.any(-1, keepdim=True)
