@@ -116,7 +116,7 @@ def convert_checkpoint(
 
 
 def _own(source: str | Path) -> LongspanPreTrainedModel | None:
-    """The model of longspan's in a folder, None if it holds another's."""
+    """The model of longspan's in a folder or on the hub, None if it is another's."""
     known = read_config(source)
     if known.get("model_type") not in (LongspanConfig.model_type, LongspanSeq2SeqConfig.model_type):
         return None
