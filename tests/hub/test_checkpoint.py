@@ -55,11 +55,11 @@ def plain(output: str) -> str:
 
 def test_a_folder_becomes_long(bert: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("the cat sat on a mat")
+    text.write_text("[/b] the cat sat on a mat")
     done = run(bert, tmp_path / "long", "--max-length", 200, "--window", 32, "--text", text)
     assert done.exit_code == 0, done.output
     assert "BertForMaskedLM" in done.output
-    assert "the cat sat on a mat" in done.output
+    assert "'[/b] the cat sat on a mat'" in done.output
     import transformers
 
     model = longspan.LongspanForMaskedLM.from_pretrained(tmp_path / "long")
