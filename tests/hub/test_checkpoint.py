@@ -231,6 +231,18 @@ def test_a_long_text_is_not_cut_silently(bert: Path, tmp_path: Path) -> None:
     assert made.parity[1].what.endswith("its first 17 tokens")
 
 
+def test_a_tokenizer_that_cuts_does_so_no_more(bert: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    words = Tokenizer.from_file(str(bert / "tokenizer.json"))
+    words.enable_truncation(8)
+    words.save(str(bert / "tokenizer.json"))
+    assert run(bert, tmp_path / "long").exit_code == 0
+    saved = Tokenizer.from_file(str(tmp_path / "long" / "tokenizer.json"))
+    assert len(saved.encode("the cat sat " * 10).ids) == 32
+    assert '"max_length"' not in (tmp_path / "long" / "tokenizer_config.json").read_text()
+
+
 def test_without_a_tokenizer(bert: Path, tmp_path: Path) -> None:
     for name in os.listdir(bert):
         if "token" in name:

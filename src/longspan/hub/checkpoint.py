@@ -224,6 +224,11 @@ def _tokenizer(source: str | Path, ours: LongspanPreTrainedModel) -> tuple[Any, 
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         return None, [f"no tokenizer was found in {source}, so none was saved ({reason})"]
     tokenizer.model_max_length = ours.config.longest or tokenizer.model_max_length
+    if tokenizer.is_fast:
+        # Encoders of sentences come with one that cuts, after 128 tokens say, whoever uses the
+        # file without transformers.
+        tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.init_kwargs.pop("max_length", None)
     if ours.config.sep_token_id is None:
         # BERT's config does not say, and without it nobody knows where a question ends.
         ours.config.sep_token_id = tokenizer.sep_token_id
