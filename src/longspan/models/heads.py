@@ -340,8 +340,8 @@ class LongspanForQuestionAnswering(_Head):
 
 
 class LongspanForMultipleChoice(_Head):
-    """The best of several candidates, each read behind the text as `tokenizer(text, question and
-    candidate)` has it: what stands behind the text, question and candidate, is global."""
+    """The best of several candidates, each read as `tokenizer(text, question + candidate)` has it:
+    what stands behind the text, question and candidate, is global, as in Longformer."""
 
     preset = "candidates"
 
