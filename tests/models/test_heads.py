@@ -234,6 +234,16 @@ def test_bad_input_is_named(head, name, change, message):
 
 
 @pytest.mark.parametrize("head", HEADS)
+def test_lists_instead_of_tensors_are_named(head):
+    model, given = build(head), batch(head)
+    given.pop("global_attention_mask")
+    with pytest.raises(TypeError, match="attention_mask must be a tensor, got list"):
+        model(given["input_ids"], attention_mask=given["attention_mask"].tolist())
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor, got list"):
+        model(torch.full((1, 6), 5), cu_seqlens=[0, 6])
+
+
+@pytest.mark.parametrize("head", HEADS)
 def test_nothing_is_cut_silently(head):
     given = batch(head, (70, 30))
     with pytest.raises(ValueError, match=r"70 tokens.*positions for 64.*extend_positions\(70\)"):

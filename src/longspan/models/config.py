@@ -13,6 +13,7 @@ from longspan.models.settings import per_layer, try_out
 
 POSITIONS = ("learned", "sinusoidal", "rotary")
 POOLING = ("first", "mean")
+PRESETS = ("none", "first", "question", "candidates")  # of global tokens
 QUANTIZED = (None, "int8")
 
 
@@ -142,6 +143,7 @@ class LongspanConfig(PreTrainedConfig):
         for name, known in (
             ("position", POSITIONS),
             ("classifier_pooling", POOLING),
+            ("global_preset", (None, *PRESETS)),
             ("quantize", QUANTIZED),
         ):
             if getattr(self, name) not in known:

@@ -103,7 +103,9 @@ class _Head(LongspanPreTrainedModel):
         **rest: Tensor | bool | None,
     ) -> LongspanOutput:
         like = input_ids if input_ids is not None else inputs_embeds
-        if global_attention_mask is None and isinstance(like, Tensor) and like.dim() >= 2:
+        tensors = isinstance(like, Tensor) and isinstance(cu_seqlens, Tensor | None)
+        # What is no tensor, or none of tokens, is refused by the encoder.
+        if global_attention_mask is None and tensors and like.dim() >= 2:
             global_attention_mask, most = choose_global(
                 self.config.global_preset or self.preset,
                 like,
@@ -379,10 +381,10 @@ class LongspanForMultipleChoice(_Head):
                 got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
                 raise ValueError(f"input_ids must be a tensor [batch, choices, tokens], got {got}")
             choices = given.shape[1]
-            rows = [None if one is None else one.flatten(0, 1) for one in rows]
-        elif choices is not None and (choices < 1 or (cu_seqlens.shape[0] - 1) % choices):
+            rows = [one.flatten(0, 1) if isinstance(one, Tensor) else one for one in rows]
+        elif choices is not None and (choices < 1 or (len(cu_seqlens) - 1) % choices):
             raise ValueError(
-                f"cu_seqlens: {cu_seqlens.shape[0] - 1} documents are no questions of "
+                f"cu_seqlens: {len(cu_seqlens) - 1} documents are no questions of "
                 f"choices={choices} each"
             )
         ids, mask, global_mask, types, positions, embeds = rows

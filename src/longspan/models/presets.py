@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.utils import logging
 
+from longspan.models.config import PRESETS
 from longspan.models.inputs import readable
 from longspan.ops.window import visibility
 
 logger = logging.get_logger(__name__)
-
-PRESETS = ("none", "first", "question", "candidates")
 
 
 def choose_global(
