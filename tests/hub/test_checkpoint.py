@@ -243,6 +243,19 @@ def test_a_tokenizer_that_cuts_does_so_no_more(bert: Path, tmp_path: Path) -> No
     assert '"max_length"' not in (tmp_path / "long" / "tokenizer_config.json").read_text()
 
 
+def test_what_is_left_behind_is_noted(bert: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = bert / "model.safetensors"
+    weights = load_file(path) | {"other.weight": torch.zeros(2)}
+    save_file(weights, path, metadata={"format": "pt"})
+    done = run(bert, tmp_path / "long")
+    assert done.exit_code == 0, done.output
+    assert "note:" in done.output
+    assert "1 weights are not used: ['other.weight']" in done.output
+    assert "UserWarning" not in done.output
+
+
 def test_without_a_tokenizer(bert: Path, tmp_path: Path) -> None:
     for name in os.listdir(bert):
         if "token" in name:
