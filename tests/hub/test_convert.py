@@ -70,21 +70,22 @@ def test_longformer_comes_over_as_it_is(head, lengths):
 def test_layers_of_base_size():
     """With numbers as large as they are there, in outputs and in gradients."""
     torch.manual_seed(0)
-    zero = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    zero: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.LongformerConfig(
         num_hidden_layers=2, attention_window=[128, 64], vocab_size=60, pad_token_id=1, **zero
     )
     source = transformers.LongformerModel(config, add_pooling_layer=False)
     ours, given = longspan.convert(source), batch("Model", (331, 200))
+    both: Any = source, ours
     real = given["attention_mask"].bool()
     wanted = torch.randn(2, 331, 768) * real[..., None] / real.sum()
     found = []
-    for model in (source, ours):
+    for model in both:
         states = model(**given).last_hidden_state
         (states * wanted).sum().backward()
         found.append({"states": states[real]})
     assert largest_difference(*found) <= CLOSE
-    theirs, mine = ({n: p.grad for n, p in m.named_parameters()} for m in (source, ours))
+    theirs, mine = ({n: p.grad for n, p in m.named_parameters()} for m in both)
     table = modules(FAMILIES["longformer"], 2, "Model", "")
     assert largest_difference(gather(mine, table, theirs), mine) <= CLOSE
     assert max(float(grad.abs().max()) for grad in mine.values()) > 1

@@ -161,7 +161,7 @@ def test_packed_is_separate(head, changes):
     """The presets and the mean over a document included."""
     model, given = build(head, **changes), batch(head)
     given.pop("global_attention_mask")
-    packing, tokens, more = packed_rows(head, given)
+    tokens, more = packed_rows(head, given)
     padded = results(model(**given), given)
     for name, found in results(model(tokens, **more), more).items():
         torch.testing.assert_close(found, padded[name], rtol=0, atol=2e-5)
@@ -178,7 +178,7 @@ def test_losses_of_packed_documents(head):
     wanted = model(**given, **told).loss
     if head in ("ForMaskedLM", "ForTokenClassification"):
         told = {"labels": told["labels"].flatten()[None]}
-    _, tokens, more = packed_rows(head, given)
+    tokens, more = packed_rows(head, given)
     torch.testing.assert_close(model(tokens, **more, **told).loss, wanted)
 
 
@@ -187,7 +187,7 @@ def packed_rows(head, given):
     mask, ids = (given[name].flatten(0, -2) for name in ("attention_mask", "input_ids"))
     packing, (tokens,) = longspan.unpad(mask, ids)
     more = {"cu_seqlens": packing.cu_seqlens, "attention_mask": torch.ones_like(tokens)}
-    return packing, tokens, more | ({"choices": 2} if head == "ForMultipleChoice" else {})
+    return tokens, more | ({"choices": 2} if head == "ForMultipleChoice" else {})
 
 
 def test_documents_that_make_up_no_questions():

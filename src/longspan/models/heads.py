@@ -103,9 +103,13 @@ class _Head(LongspanPreTrainedModel):
         **rest: Tensor | bool | None,
     ) -> LongspanOutput:
         like = input_ids if input_ids is not None else inputs_embeds
-        tensors = isinstance(like, Tensor) and isinstance(cu_seqlens, Tensor | None)
-        # What is no tensor, or none of tokens, is refused by the encoder.
-        if global_attention_mask is None and tensors and like.dim() >= 2:
+        if (
+            global_attention_mask is None
+            # What is no tensor, or none of tokens, is refused by the encoder.
+            and isinstance(like, Tensor)
+            and isinstance(cu_seqlens, Tensor | None)
+            and like.dim() >= 2
+        ):
             global_attention_mask, most = choose_global(
                 self.config.global_preset or self.preset,
                 like,
@@ -331,11 +335,8 @@ class LongspanForQuestionAnswering(_Head):
         start, end = self.qa_outputs(hidden).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            losses = (
-                _place_loss(logits, place, cu_seqlens)
-                for logits, place in ((start, start_positions), (end, end_positions))
-            )
-            loss = sum(losses) / 2
+            loss = _place_loss(start, start_positions, cu_seqlens)
+            loss = (loss + _place_loss(end, end_positions, cu_seqlens)) / 2
         return LongspanQuestionAnsweringOutput(
             start_logits=start, end_logits=end, **_kept(encoded, loss)
         )

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 # Those options of `from_pretrained` that say where on the hub, or in its cache, a file is.
-_WHERE = "cache_dir force_download local_files_only proxies revision subfolder token".split()
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def load_weights(
