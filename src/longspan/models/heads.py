@@ -107,7 +107,7 @@ class _Head(LongspanPreTrainedModel):
             global_attention_mask is None
             # What is no tensor, or none of tokens, is refused by the encoder.
             and isinstance(like, Tensor)
-            and isinstance(cu_seqlens, Tensor | None)
+            and (cu_seqlens is None or isinstance(cu_seqlens, Tensor))
             and like.dim() >= 2
         ):
             global_attention_mask, most = choose_global(
