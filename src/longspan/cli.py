@@ -112,6 +112,7 @@ def convert(
     """
     from transformers.utils import logging
 
+    from longspan.demo.source import read_document
     from longspan.hub.checkpoint import convert_checkpoint
     from longspan.hub.report import show
     from longspan.tasks.start import find_source
@@ -121,7 +122,7 @@ def convert(
     if quantize is not None:
         _check_choice("--quantize", quantize, ["int8"])
     try:
-        texts = [_text_of(path) for path in text or []]
+        texts = [read_document(path) for path in text or []]
         with console.status(f"converting {source} ..."):
             made = convert_checkpoint(
                 find_source(source),
@@ -135,16 +136,6 @@ def convert(
         raise typer.BadParameter(str(error)) from None
     show(made, console)
     console.print(f"wrote {destination}", soft_wrap=True, highlight=False)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text in UTF-8") from None
-    if not text.strip():
-        raise ValueError(f"{path} is empty")
-    return text
 
 
 @app.command()
@@ -448,9 +439,10 @@ def report(
 
 
 def _console() -> Console:
-    """The terminal; or, for logs and files, a page wide enough for the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
+    """The terminal; or, for logs and files, a page wide enough for the tables. Texts of users are
+    shown in them: what stands in brackets there is no markup."""
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=120, markup=False)
 
 
 def _report(path: Path, console: Console) -> None:

@@ -163,13 +163,14 @@ def invoke(*arguments: object, code: int = 0) -> str:
 
 def test_command(tiny: Path, tmp_path: Path) -> None:
     document = tmp_path / "story.txt"
-    document.write_text(story(40))
+    document.write_text("[/b] [bold] " + story(40))  # brackets mean nothing
     output = invoke(
         "--document", document, "--ask", "When?", "--ask", "Why?", "--model", tiny,
         "--length", 512, "--window", 16, "--quick", "--output", tmp_path / "out",
     )  # fmt: skip
     assert "When?" in output
     assert "Why?" in output
+    assert "'[/b] [bold]" in output
     assert (tmp_path / "out" / "demo.html").stat().st_size > 10_000
 
 
@@ -181,6 +182,7 @@ def test_command(tiny: Path, tmp_path: Path) -> None:
         (b" \n", "is empty"),
         (b"%PDF\x00\x01", "is binary"),
         ("Käse".encode("latin1"), "not UTF-8: byte 1 is 0xe4"),
+        ("Käse".encode("utf16"), "is not UTF-8 but UTF-16"),
     ],
 )
 def test_wrong_documents_are_named(

@@ -55,11 +55,11 @@ def plain(output: str) -> str:
 
 def test_a_folder_becomes_long(bert: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("the cat sat on a mat")
+    text.write_text("[/b] the cat sat on a mat")
     done = run(bert, tmp_path / "long", "--max-length", 200, "--window", 32, "--text", text)
     assert done.exit_code == 0, done.output
     assert "BertForMaskedLM" in done.output
-    assert "the cat sat on a mat" in done.output
+    assert "'[/b] the cat sat on a mat'" in done.output
     import transformers
 
     model = longspan.LongspanForMaskedLM.from_pretrained(tmp_path / "long")
@@ -229,6 +229,31 @@ def test_a_long_text_is_not_cut_silently(bert: Path, tmp_path: Path) -> None:
 
     made = convert_checkpoint(bert, tmp_path / "long", window=32, texts=["the cat sat " * 10])
     assert made.parity[1].what.endswith("its first 17 tokens")
+
+
+def test_a_tokenizer_that_cuts_does_so_no_more(bert: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    words = Tokenizer.from_file(str(bert / "tokenizer.json"))
+    words.enable_truncation(8)
+    words.save(str(bert / "tokenizer.json"))
+    assert run(bert, tmp_path / "long").exit_code == 0
+    saved = Tokenizer.from_file(str(tmp_path / "long" / "tokenizer.json"))
+    assert len(saved.encode("the cat sat " * 10).ids) == 32
+    assert '"max_length"' not in (tmp_path / "long" / "tokenizer_config.json").read_text()
+
+
+def test_what_is_left_behind_is_noted(bert: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = bert / "model.safetensors"
+    weights = load_file(path) | {"other.weight": torch.zeros(2)}
+    save_file(weights, path, metadata={"format": "pt"})
+    done = run(bert, tmp_path / "long")
+    assert done.exit_code == 0, done.output
+    assert "note:" in done.output
+    assert "1 weights are not used: ['other.weight']" in done.output
+    assert "UserWarning" not in done.output
 
 
 def test_without_a_tokenizer(bert: Path, tmp_path: Path) -> None:

@@ -67,6 +67,30 @@ def test_longformer_comes_over_as_it_is(head, lengths):
     assert largest_difference(gather(mine, table, theirs), mine) <= CLOSE
 
 
+def test_layers_of_base_size():
+    """With numbers as large as they are there, in outputs and in gradients."""
+    torch.manual_seed(0)
+    zero: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.LongformerConfig(
+        num_hidden_layers=2, attention_window=[128, 64], vocab_size=60, pad_token_id=1, **zero
+    )
+    source = transformers.LongformerModel(config, add_pooling_layer=False)
+    ours, given = longspan.convert(source), batch("Model", (331, 200))
+    both: Any = source, ours
+    real = given["attention_mask"].bool()
+    wanted = torch.randn(2, 331, 768) * real[..., None] / real.sum()
+    found = []
+    for model in both:
+        states = model(**given).last_hidden_state
+        (states * wanted).sum().backward()
+        found.append({"states": states[real]})
+    assert largest_difference(*found) <= CLOSE
+    theirs, mine = ({n: p.grad for n, p in m.named_parameters()} for m in both)
+    table = modules(FAMILIES["longformer"], 2, "Model", "")
+    assert largest_difference(gather(mine, table, theirs), mine) <= CLOSE
+    assert max(float(grad.abs().max()) for grad in mine.values()) > 1
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_longformer_keeps_its_choice_of_global_tokens(head):
     source, given = longformer(head), batch(head)
@@ -85,9 +109,14 @@ def test_back_to_a_stock_longformer(head):
     assert largest_difference(*numbers) <= CLOSE
 
 
-@pytest.mark.parametrize("family", ["Roberta", "Bert", "DistilBert"])
-def test_a_short_model_leaves_as_a_longformer(family):
-    ours, given = longspan.convert(short(family), window=8), batch("Model")
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [*(("Roberta", head) for head in HEADS), ("Bert", "Model"), ("DistilBert", "Model")],
+)
+def test_a_short_model_leaves_as_a_longformer(family, head):
+    """With the tokens global that each of the two chooses by itself."""
+    ours, given = longspan.convert(short(family, head), window=8), batch(head)
+    given.pop("global_attention_mask")
     theirs = longspan.to_transformers(ours)
     numbers = [results(model(**given), given) for model in (ours, theirs)]
     assert largest_difference(*numbers) <= CLOSE

@@ -113,6 +113,8 @@ def test_positions_are_only_a_limit():
     tokens = torch.randint(4, 60, (1, 100))
     with pytest.raises(ValueError, match=r"positions for 64.*extend_positions\(100\) or shorten"):
         ours(tokens)
+    with pytest.raises(ValueError, match=r"to 99, but the model has positions 0 to 63; model\.ext"):
+        ours(tokens, position_ids=torch.arange(100)[None])
     ours.extend_positions(100)
     assert ours(tokens).last_hidden_state.isfinite().all()
     assert all(torch.equal(before[name], tensor) for name, tensor in ours.state_dict().items())

@@ -162,6 +162,18 @@ def test_a_changed_mask_is_seen():
     assert not torch.equal(second[:, 9], first[:, 9])
 
 
+def test_a_new_mask_is_seen():
+    """Also where one that was thrown away stood in memory."""
+    stock, fast = (m.encoder.layer[0].attention.self for m in (longformer(), patch(longformer())))
+    hidden, masked = torch.randn(1, 16, 24), torch.zeros(1, 16).bool()
+    for step in range(200):
+        chosen = torch.zeros(1, 16).bool()
+        chosen[:, step % 16] = True
+        given = hidden, chosen * 1e4, masked, chosen, True
+        torch.testing.assert_close(fast(*given)[0], stock(*given)[0], rtol=0, atol=2e-5)
+        del chosen, given
+
+
 def test_others_are_refused():
     with pytest.raises(TypeError, match=r"Linear has no Longformer attention.*LED"):
         patch(torch.nn.Linear(2, 2))

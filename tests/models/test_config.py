@@ -51,6 +51,7 @@ def test_longest_document():
         ({"hidden_size": 25}, ValueError, "dim=25 is not divisible by heads=3"),
         ({"position": "astral"}, ValueError, "learned, sinusoidal, rotary"),
         ({"classifier_pooling": "max"}, ValueError, "first, mean"),
+        ({"global_preset": "all"}, ValueError, "None, none, first, question, candidates"),
         ({"attention": {"window": 8, "rotary": 100.0}}, ValueError, "go with position='learned'"),
         (
             {"position": "rotary", "attention": {"window": 8, "rotary": None}},

@@ -232,6 +232,8 @@ def test_wrong_input_is_named(inputs, message):
         (wrong(input_ids=ids(1, 2).float()), "int64 or int32, got torch.float32"),
         (wrong(input_ids=ids(1, 2).bool()), "int64 or int32, got torch.bool"),
         (wrong(input_ids=ids(1, 2), attention_mask=[[1, 1]]), "attention_mask must be a tensor"),
+        (wrong(input_ids=ids(1, 2), position_ids=[[2, 3]]), "position_ids must be a tensor"),
+        (wrong(input_ids=ids(1, 2), position_ids=torch.ones(1, 2)), "position_ids must be int64"),
     ],
 )
 def test_what_is_no_tensor_of_ids_is_named(inputs, message):
@@ -239,6 +241,12 @@ def test_what_is_no_tensor_of_ids_is_named(inputs, message):
     for model in (encoder(), heads):
         with pytest.raises(TypeError, match=message):
             model(**inputs)
+
+
+def test_one_row_of_positions_serves_all_documents():
+    tokens, place = ids(2, 9), torch.arange(20, 29)
+    one, each = (encoder()(tokens, position_ids=place.expand(n, -1)) for n in (1, 2))
+    assert torch.equal(one.last_hidden_state, each.last_hidden_state)
 
 
 def test_no_token_types_at_all():

@@ -12,7 +12,7 @@ KINDS = pytest.mark.parametrize("changes", [{}, MODERN], ids=["bert", "modern"])
 @pytest.mark.parametrize("head", HEADS)
 def test_compiles_without_a_graph_break(head, changes):
     """The preset of global tokens included, and the gradients."""
-    model, given = build(head, max_global_tokens=12, **changes), batch(head)
+    model, given = build(head, max_global_tokens=64, **changes), batch(head)
     given |= labels(head, given)
     given.pop("global_attention_mask")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -34,7 +34,7 @@ def test_compiles_without_a_graph_break(head, changes):
 def test_exports_with_any_length(head, changes):
     if head == "ForMultipleChoice" and Version(torch.__version__) < Version("2.12"):
         pytest.skip("torch 2.11 cannot see that min(n, 2 n) is n, and gives up on any n")
-    model = build(head, max_global_tokens=12, **changes)
+    model = build(head, max_global_tokens=64, **changes)
     given, *others = (
         {k: v for k, v in batch(head, lengths).items() if k != "global_attention_mask"}
         for lengths in ((37, 20), (51, 30), (64, 9))
@@ -49,7 +49,7 @@ def test_exports_with_any_length(head, changes):
 
 
 def test_exports_with_a_given_global_mask():
-    model, given = build("Model", max_global_tokens=12), batch("Model")
+    model, given = build("Model", max_global_tokens=64), batch("Model")
     length = torch.export.Dim("length", min=8, max=64)
     exported = torch.export.export(
         model, (), kwargs=given, dynamic_shapes={name: {1: length} for name in given}

@@ -76,7 +76,7 @@ def test_presets_of_packed_documents():
         ("ForTokenClassification", None),
         ("ForSequenceClassification", [1, 1]),
         ("ForQuestionAnswering", [5, 6]),
-        ("ForMultipleChoice", [1, 1, 1, 1]),
+        ("ForMultipleChoice", [30, 12, 12, 30]),
     ],
 )
 def test_the_choice_is_in_the_output(head, wanted):
@@ -156,21 +156,46 @@ def test_losses_follow_the_kind_of_label():
 
 
 @pytest.mark.parametrize("changes", [{}, MODERN], ids=["bert", "modern"])
-@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForQuestionAnswering"])
+@pytest.mark.parametrize("head", HEADS[1:])
 def test_packed_is_separate(head, changes):
     """The presets and the mean over a document included."""
     model, given = build(head, **changes), batch(head)
     given.pop("global_attention_mask")
-    packing, (tokens,) = longspan.unpad(given["attention_mask"], given["input_ids"])
-    packed, padded = model(tokens, cu_seqlens=packing.cu_seqlens), model(**given)
+    tokens, more = packed_rows(head, given)
+    padded = results(model(**given), given)
+    for name, found in results(model(tokens, **more), more).items():
+        torch.testing.assert_close(found, padded[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("head", HEADS[1:])
+def test_losses_of_packed_documents(head):
+    """The same as those of a batch without padding, with which transformers compares places."""
+    model, given = build(head), batch(head, (20, 20))
+    given.pop("global_attention_mask")
+    told = labels(head, given)
     if head == "ForQuestionAnswering":
-        one, other = longspan.pad(packing, packed.start_logits), padded.start_logits
-        real = given["attention_mask"].bool()
-        torch.testing.assert_close(one[real], other[real], rtol=0, atol=2e-5)
-        with pytest.raises(ValueError, match=r"pad\(\) the logits"):
-            model(tokens, cu_seqlens=packing.cu_seqlens, **labels(head, given))
-    else:
-        torch.testing.assert_close(packed.logits, padded.logits, rtol=0, atol=2e-5)
+        told["end_positions"] = torch.tensor([7, 25])  # behind its document, but not the row
+    wanted = model(**given, **told).loss
+    if head in ("ForMaskedLM", "ForTokenClassification"):
+        told = {"labels": told["labels"].flatten()[None]}
+    tokens, more = packed_rows(head, given)
+    torch.testing.assert_close(model(tokens, **more, **told).loss, wanted)
+
+
+def packed_rows(head, given):
+    """A padded batch packed, and how to call a head with it."""
+    mask, ids = (given[name].flatten(0, -2) for name in ("attention_mask", "input_ids"))
+    packing, (tokens,) = longspan.unpad(mask, ids)
+    more = {"cu_seqlens": packing.cu_seqlens, "attention_mask": torch.ones_like(tokens)}
+    return tokens, more | ({"choices": 2} if head == "ForMultipleChoice" else {})
+
+
+def test_documents_that_make_up_no_questions():
+    model, tokens = build("ForMultipleChoice"), torch.randint(4, VOCAB, (1, 12))
+    bounds = torch.tensor([0, 4, 8, 12])
+    assert model(tokens, cu_seqlens=bounds).logits.shape == (1, 3)
+    with pytest.raises(ValueError, match="3 documents are no questions of choices=2 each"):
+        model(tokens, cu_seqlens=bounds, choices=2)
 
 
 def test_choices_need_three_dimensions():
@@ -206,6 +231,16 @@ def spoil(given, name, change):
 def test_bad_input_is_named(head, name, change, message):
     with pytest.raises(ValueError, match=message):
         build(head)(**spoil(batch(head), name, change))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_lists_instead_of_tensors_are_named(head):
+    model, given = build(head), batch(head)
+    given.pop("global_attention_mask")
+    with pytest.raises(TypeError, match="attention_mask must be a tensor, got list"):
+        model(given["input_ids"], attention_mask=given["attention_mask"].tolist())
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor, got list"):
+        model(torch.full((1, 6), 5), cu_seqlens=[0, 6])
 
 
 @pytest.mark.parametrize("head", HEADS)

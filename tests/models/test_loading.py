@@ -1,10 +1,12 @@
 """Checkpoints of ours that are not what they should be."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import HfApi, RepoUrl, constants
 from models.small import build, short_sizes
 from safetensors.torch import load_file, save_file
 
@@ -13,7 +15,9 @@ from longspan import (
     LongspanForMaskedLM,
     LongspanForTokenClassification,
     LongspanModel,
+    convert,
 )
+from longspan.hub.checkpoint import convert_checkpoint
 from longspan.models import LongspanDecoderConfig
 from longspan.models.loading import shortest
 
@@ -132,6 +136,65 @@ def test_a_pickle_is_never_loaded(saved):
     with pytest.raises(ValueError, match="pickled weights can run code"):
         LongspanForMaskedLM.from_pretrained(saved, use_safetensors=False)
     assert not (saved / "sprung").exists()
+
+
+def on_the_hub(folder, monkeypatch) -> str:
+    """The name under which transformers finds what a folder holds, without a network."""
+    cache = folder.parent / "cache" / "models--some--model"
+    shutil.copytree(folder, cache / "snapshots" / ("0" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache.parent))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return "some/model"
+
+
+def test_a_name_on_the_hub(tmp_path, monkeypatch):
+    build("ForMaskedLM").save_pretrained(tmp_path / "here")
+    name = on_the_hub(tmp_path / "here", monkeypatch)
+    for load in (LongspanForMaskedLM, transformers.AutoModelForMaskedLM):
+        assert isinstance(load.from_pretrained(name), LongspanForMaskedLM)
+    made = convert_checkpoint(name, tmp_path / "longer", max_length=99)
+    assert made.positions == (64, 99)
+
+
+def test_a_model_of_another_library_on_the_hub(tmp_path, monkeypatch):
+    transformers.BertModel(transformers.BertConfig(**short_sizes())).save_pretrained(
+        tmp_path / "here"
+    )
+    name = on_the_hub(tmp_path / "here", monkeypatch)
+    with pytest.raises(ValueError, match=r"some/model holds a model of type 'bert'.*convert"):
+        LongspanModel.from_pretrained(name)
+    assert isinstance(convert(name), LongspanModel)
+
+
+def test_a_pickle_on_the_hub_is_never_loaded(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    model = transformers.BertModel(transformers.BertConfig(**short_sizes()))
+    model.save_pretrained(here)
+    (here / "model.safetensors").unlink()
+    torch.save({"weight": Trap(tmp_path / "sprung")}, here / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"some/model has no safetensors\. Pickled weights can"):
+        convert(on_the_hub(here, monkeypatch))
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_pushed_to_the_hub(tmp_path, monkeypatch):
+    """What is uploaded is a whole model, in safetensors."""
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda *_, **__: RepoUrl("https://huggingface.co/some/model")
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # no card is looked for
+
+    def upload(self, working_dir, repo_id, *_, **__):
+        shutil.copytree(working_dir, tmp_path / repo_id)
+
+    monkeypatch.setattr(LongspanForMaskedLM, "_upload_modified_files", upload)
+    model = build("ForMaskedLM")
+    model.push_to_hub("some/model")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "some" / "model")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
 
 
 def test_a_pickled_language_model_is_never_loaded(tmp_path):

@@ -1,5 +1,6 @@
 """What the demo starts from: a checkpoint from the package registry and a text to read."""
 
+import codecs
 import hashlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +55,10 @@ def read_document(path: Path) -> str:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give one text file")
     content = path.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(
+            f"{path} is not UTF-8 but UTF-16. Convert it, e.g.: iconv -f utf16 -t utf8 {path.name}"
+        )
     if b"\0" in content:
         raise ValueError(f"{path} is binary; give plain text (of a PDF, say, `pdftotext` makes it)")
     try:

@@ -4,6 +4,7 @@ import copy
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,16 +73,19 @@ def convert_checkpoint(
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists already; give a folder that does not")
     own = _own(source)
-    theirs = load(source) if own is None else own
-    trained = _trained(theirs)
     if own is not None and window is not None:
         raise ValueError(f"{source} is one of longspan's already: its windows stay as they are")
     if own is not None and texts and not int8:
         raise ValueError(f"{source} is one of longspan's already: a text has nothing to compare")
-    ours = own or convert(theirs, max_length=max_length, window=window)
+    with warnings.catch_warnings(record=True) as said:  # of what is left behind
+        warnings.simplefilter("always", UserWarning)
+        theirs = load(source) if own is None else own
+        trained = _trained(theirs)
+        ours = own or convert(theirs, max_length=max_length, window=window)
     if own is not None and max_length is not None:
         own.extend_positions(max_length)
     tokenizer, notes = _tokenizer(source, ours)
+    notes = [*dict.fromkeys(str(one.message) for one in said), *notes]
     reports = [] if own else parity(theirs, ours, tokenizer=tokenizer, texts=texts)
     saved, rounding, size = ours, [], _megabytes(ours)
     if int8:
@@ -116,7 +120,7 @@ def convert_checkpoint(
 
 
 def _own(source: str | Path) -> LongspanPreTrainedModel | None:
-    """The model of longspan's in a folder, None if it holds another's."""
+    """The model of longspan's in a folder or on the hub, None if it is another's."""
     known = read_config(source)
     if known.get("model_type") not in (LongspanConfig.model_type, LongspanSeq2SeqConfig.model_type):
         return None
@@ -224,6 +228,11 @@ def _tokenizer(source: str | Path, ours: LongspanPreTrainedModel) -> tuple[Any, 
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         return None, [f"no tokenizer was found in {source}, so none was saved ({reason})"]
     tokenizer.model_max_length = ours.config.longest or tokenizer.model_max_length
+    if tokenizer.is_fast:
+        # Encoders of sentences come with one that cuts, after 128 tokens say, whoever uses the
+        # file without transformers.
+        tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.init_kwargs.pop("max_length", None)
     if ours.config.sep_token_id is None:
         # BERT's config does not say, and without it nobody knows where a question ends.
         ours.config.sep_token_id = tokenizer.sep_token_id

@@ -104,8 +104,10 @@ def convert(
 def to_transformers(model: LongspanPreTrainedModel) -> PreTrainedModel:
     """A stock transformers Longformer, or LED, with the weights of `model` and equal outputs.
 
-    LED has to be given a mask of global tokens: it chooses none by itself. To Longformer, padding
-    has to stand behind the text: Longformer never counts it, a model made from BERT does.
+    LED has to be given a mask of global tokens: it chooses none by itself; Longformer chooses as
+    our heads do, but knows of no `config.global_preset`, and its question answering wants three
+    separators in a row, as RoBERTa's tokenizer sets them. To Longformer, padding has to stand
+    behind the text: Longformer never counts it, a model made from BERT does.
     What a Longformer cannot express is refused: dilation, one-sided windows, rotary or sinusoidal
     positions, embeddings of another size than the hidden states, blocks or heads built otherwise.
     """
@@ -273,19 +275,15 @@ def _separator(source: str | Path) -> int | None:
 
 def _head_settings(family: Family, head: str, config: Any) -> dict[str, Any]:
     """What a family does differently in one of its heads."""
-    if head != "ForMultipleChoice":
+    if family.name != "Electra" or head != "ForMultipleChoice":
         return {}
-    if family.long:
-        return {"global_preset": "candidates"}
-    if family.name == "Electra":
-        if config.summary_type != "first" or not config.summary_use_proj:
-            raise ValueError(
-                f"cannot convert ElectraForMultipleChoice with summary_type="
-                f"{config.summary_type!r}, summary_use_proj={config.summary_use_proj}; "
-                "only a projection of the first token has an equivalent"
-            )
-        return {"classifier_act": config.summary_activation or "linear"}
-    return {}
+    if config.summary_type != "first" or not config.summary_use_proj:
+        raise ValueError(
+            f"cannot convert ElectraForMultipleChoice with summary_type="
+            f"{config.summary_type!r}, summary_use_proj={config.summary_use_proj}; "
+            "only a projection of the first token has an equivalent"
+        )
+    return {"classifier_act": config.summary_activation or "linear"}
 
 
 def _labels(config: Any) -> dict[str, Any]:

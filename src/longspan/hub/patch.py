@@ -140,12 +140,12 @@ def _described(
 ) -> tuple[Visibility, Tensor | None]:
     if masked is None or torch.compiler.is_compiling():
         return _describe(hidden, masked, chosen)
-    key = (masked._version, None if chosen is None else (id(chosen), chosen._version))
+    versions = masked._version, None if chosen is None else chosen._version
     known = _seen.get(masked)
-    if known is None or known[0] != key:
-        known = (key, _describe(hidden, masked, chosen))
+    if known is None or known[0] is not chosen or known[1] != versions:
+        known = (chosen, versions, _describe(hidden, masked, chosen))
         _seen[masked] = known
-    return known[1]
+    return known[2]
 
 
 def _describe(

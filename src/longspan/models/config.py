@@ -13,6 +13,7 @@ from longspan.models.settings import per_layer, try_out
 
 POSITIONS = ("learned", "sinusoidal", "rotary")
 POOLING = ("first", "mean")
+PRESETS = ("none", "first", "question", "candidates")  # of global tokens
 QUANTIZED = (None, "int8")
 
 
@@ -39,7 +40,7 @@ class LongspanConfig(PreTrainedConfig):
             a GPU the wait for their number. None reads the number from each batch.
         global_preset: which tokens a head makes global when it is given no mask: "none", "first",
             "question" (all before the first separator) or "candidates" (all behind the
-            separators that end the question); None leaves it to the task.
+            separators that end the first text); None leaves it to the task.
         norm_first, gated, bias: of the blocks, see `Block`; without `bias` neither they nor the
             heads have any but behind their last layer. With `norm_first` a last norm follows.
         first_norm: with `norm_first`, the first layer too has a norm before its attention, though
@@ -142,6 +143,7 @@ class LongspanConfig(PreTrainedConfig):
         for name, known in (
             ("position", POSITIONS),
             ("classifier_pooling", POOLING),
+            ("global_preset", (None, *PRESETS)),
             ("quantize", QUANTIZED),
         ):
             if getattr(self, name) not in known:

@@ -96,7 +96,7 @@ class LongspanForCausalLM(PreTrainedModel):
             return super().from_pretrained(source, *arguments, **options)
         if options.pop("use_safetensors", None) is False:
             raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
-        refuse_other(source, cls.__name__)
+        refuse_other(source, cls.__name__, **options)
         tell = options.pop("output_loading_info", False)
         model, info = load_weights(super().from_pretrained, source, *arguments, **options)
         refuse_missing(source, cls.__name__, info["missing_keys"])

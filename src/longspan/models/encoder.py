@@ -153,7 +153,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(source, *arguments, **options)
         if options.pop("use_safetensors", None) is False:
             raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
-        refuse_other(source, cls.__name__)
+        refuse_other(source, cls.__name__, **options)
         tell = options.pop("output_loading_info", False)
         model, info = load_weights(super().from_pretrained, source, *arguments, **options)
         prefix = f"{cls.base_model_prefix}."
@@ -280,7 +280,8 @@ class LongspanModel(LongspanPreTrainedModel):
             input_ids: [batch, tokens], or `inputs_embeds` [batch, tokens, embedding_size].
             attention_mask: [batch, tokens], 1 = token, 0 = padding.
             global_attention_mask: [batch, tokens], 1 = sees, and is seen by, its whole document.
-            token_type_ids, position_ids: [batch, tokens]; positions as rows of the table.
+            token_type_ids, position_ids: [batch, tokens]; positions as rows of the table, or
+                [1, tokens] for all documents alike.
             cu_seqlens: [documents + 1] boundaries of documents packed into a single row, whose
                 positions count from the beginning of each. Poolers return one row per document.
             max_global_tokens: most global tokens in any row, see `LongspanConfig`.
@@ -294,6 +295,8 @@ class LongspanModel(LongspanPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         given = check_tokens(self.config, input_ids, inputs_embeds)
+        if isinstance(position_ids, Tensor) and position_ids.shape == (1, given.shape[1]):
+            position_ids = position_ids.expand(given.shape[:2])
         tokens_mask = as_bool("attention_mask", attention_mask, given)
         global_mask = as_bool("global_attention_mask", global_attention_mask, given)
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):

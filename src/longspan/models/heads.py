@@ -103,7 +103,13 @@ class _Head(LongspanPreTrainedModel):
         **rest: Tensor | bool | None,
     ) -> LongspanOutput:
         like = input_ids if input_ids is not None else inputs_embeds
-        if global_attention_mask is None and isinstance(like, Tensor) and like.dim() >= 2:
+        if (
+            global_attention_mask is None
+            # What is no tensor, or none of tokens, is refused by the encoder.
+            and isinstance(like, Tensor)
+            and (cu_seqlens is None or isinstance(cu_seqlens, Tensor))
+            and like.dim() >= 2
+        ):
             global_attention_mask, most = choose_global(
                 self.config.global_preset or self.preset,
                 like,
@@ -311,8 +317,8 @@ class LongspanForQuestionAnswering(_Head):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> LongspanQuestionAnsweringOutput:
-        """`start_positions`, `end_positions` [batch]; ones behind the last token are ignored.
-        The rest as in `LongspanModel`."""
+        """`start_positions`, `end_positions` [documents], counted from the beginning of each; ones
+        behind the last token are ignored. The rest as in `LongspanModel`."""
         encoded = self._encode(
             input_ids,
             global_attention_mask,
@@ -329,21 +335,18 @@ class LongspanForQuestionAnswering(_Head):
         start, end = self.qa_outputs(hidden).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            if cu_seqlens is not None:
-                raise ValueError(
-                    "answers are chosen among the tokens of one document: pad() the logits of a "
-                    "packed row and compute the loss from those"
-                )
-            loss = (_place_loss(start, start_positions) + _place_loss(end, end_positions)) / 2
+            loss = _place_loss(start, start_positions, cu_seqlens)
+            loss = (loss + _place_loss(end, end_positions, cu_seqlens)) / 2
         return LongspanQuestionAnsweringOutput(
             start_logits=start, end_logits=end, **_kept(encoded, loss)
         )
 
 
 class LongspanForMultipleChoice(_Head):
-    """The best of several candidates, each read with the question; the first token is global."""
+    """The best of several candidates, each read as `tokenizer(text, question + candidate)` has it:
+    what stands behind the text, question and candidate, is global, as in Longformer."""
 
-    preset = "first"
+    preset = "candidates"
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config)
@@ -360,29 +363,46 @@ class LongspanForMultipleChoice(_Head):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        choices: int | None = None,
         max_global_tokens: int | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> LongspanMultipleChoiceOutput:
-        """Everything is [batch, choices, tokens]; `labels` [batch] is the right choice."""
+        """Everything is [batch, choices, tokens]; `labels` [batch] is the right choice.
+
+        Or a packed row as in `LongspanModel`, in which as many documents as there are `choices`
+        follow one another for each question; None = all of them are about one.
+        """
         given = input_ids if input_ids is not None else inputs_embeds
-        if not isinstance(given, Tensor) or given.dim() < 3:
-            got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            raise ValueError(f"input_ids must be a tensor [batch, choices, tokens], got {got}")
+        rows = (input_ids, attention_mask, global_attention_mask, token_type_ids)
+        rows = (*rows, position_ids, inputs_embeds)
+        if cu_seqlens is None:
+            if not isinstance(given, Tensor) or given.dim() < 3:
+                got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+                raise ValueError(f"input_ids must be a tensor [batch, choices, tokens], got {got}")
+            choices = given.shape[1]
+            rows = [one.flatten(0, 1) if isinstance(one, Tensor) else one for one in rows]
+        elif choices is not None and (choices < 1 or (len(cu_seqlens) - 1) % choices):
+            raise ValueError(
+                f"cu_seqlens: {len(cu_seqlens) - 1} documents are no questions of "
+                f"choices={choices} each"
+            )
+        ids, mask, global_mask, types, positions, embeds = rows
         encoded = self._encode(
-            _one_row_each(input_ids),
-            _one_row_each(global_attention_mask),
-            _one_row_each(inputs_embeds),
-            None,
+            ids,
+            global_mask,
+            embeds,
+            cu_seqlens,
             max_global_tokens,
-            attention_mask=_one_row_each(attention_mask),
-            token_type_ids=_one_row_each(token_type_ids),
-            position_ids=_one_row_each(position_ids),
+            attention_mask=mask,
+            token_type_ids=types,
+            position_ids=positions,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        mask = _one_row_each(attention_mask)
-        logits = self.classifier(encoded.last_hidden_state, mask, None).view(given.shape[:2])
+        scores = self.classifier(encoded.last_hidden_state, mask, cu_seqlens)
+        logits = scores.view(-1, scores.shape[0] if choices is None else choices)
         loss = None if labels is None else cross_entropy(logits, labels.to(logits.device))
         return LongspanMultipleChoiceOutput(logits=logits, **_kept(encoded, loss))
 
@@ -392,10 +412,6 @@ def _token_transform(config: LongspanConfig) -> nn.Module:
     if not config.classifier_norm:
         return nn.Identity()
     return Transform(config, config.hidden_size, config.classifier_act)
-
-
-def _one_row_each(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.flatten(0, 1)
 
 
 def _kept(encoded: LongspanOutput, loss: Tensor | None) -> dict[str, Any]:
@@ -412,7 +428,14 @@ def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), labels.to(logits.device).flatten())
 
 
-def _place_loss(logits: Tensor, place: Tensor) -> Tensor:
+def _place_loss(logits: Tensor, place: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Of logits [batch, tokens], or of a packed row: each document's are its own tokens'."""
     tokens = logits.shape[1]
     place = place.to(logits.device).view(-1).clamp(0, tokens)
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(logits.device).long()
+        start, stop = bounds[:-1, None], bounds[1:, None]
+        token = torch.arange(tokens, device=logits.device)
+        logits = torch.where((token >= start) & (token < stop), logits, -torch.inf)
+        place = torch.where(place < bounds.diff(), place + bounds[:-1], tokens)
     return cross_entropy(logits, place, ignore_index=tokens)

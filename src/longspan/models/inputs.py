@@ -102,14 +102,20 @@ def check_length(config: LongspanConfig, tokens: int, cu_seqlens: Tensor | None)
 
 
 def check_positions(config: LongspanConfig, position_ids: Tensor) -> None:
-    if config.position != "learned" or not readable(position_ids):
+    learned = config.position == "learned"
+    if learned and position_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"position_ids must be int64 or int32, as rows of a table, got {position_ids.dtype}"
+        )
+    if config.longest is None or not readable(position_ids):
         return
     low, high = _range(position_ids)
     rows = config.max_position_embeddings
     if low < 0 or high >= rows:
+        what = "the table has rows" if learned else "the model has positions"
         raise ValueError(
-            f"position_ids from {low} to {high}, but the table has rows 0 to {rows - 1}; "
-            "model.extend_positions(length) adds rows"
+            f"position_ids from {low} to {high}, but {what} 0 to {rows - 1}; "
+            "model.extend_positions(length) adds more"
         )
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.utils import logging
+
+# Those options of `from_pretrained` that say where on the hub, or in its cache, a file is.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def load_weights(
@@ -25,15 +29,20 @@ def load_weights(
         model, info = load(source, *arguments, ignore_mismatched_sizes=True, **options)
     except OSError as error:
         folder = Path(source)
-        if folder.is_dir() and not any(folder.rglob("*.safetensors")):
-            found = [path.name for path in folder.glob("*.bin")]
-            if not found:
-                raise ValueError(f"{source} holds no weights: no .safetensors is there") from error
-            raise ValueError(
-                f"{source} has no safetensors, but {found}. Pickled weights can run code when "
-                "they are loaded, so they never are: have their owner save them as safetensors"
-            ) from error
-        raise
+        if folder.is_dir():
+            lacking = not any(folder.rglob("*.safetensors"))
+        else:  # transformers would have us load a pickle
+            lacking = "safetensors" in str(error)
+        if not lacking:
+            raise
+        found = [path.name for path in folder.glob("*.bin")]
+        if folder.is_dir() and not found:
+            raise ValueError(f"{source} holds no weights: no .safetensors is there") from error
+        raise ValueError(
+            f"{source} has no safetensors{f', but {found}' if found else ''}. Pickled weights can "
+            "run code when they are loaded, so they never are: have their owner save them as "
+            "safetensors"
+        ) from error
     except SafetensorError as error:
         raise ValueError(f"the weights in {source} are damaged or cut off: {error}") from error
     finally:
@@ -57,8 +66,15 @@ def refuse_file(source: str | Path) -> None:
         )
 
 
-def read_config(source: str | Path) -> dict[str, Any]:
-    """The config.json in a folder; nothing where there is none, as for a name on the hub."""
+def read_config(source: str | Path, **options: Any) -> dict[str, Any]:
+    """The config.json in a folder or, with the options of `from_pretrained`, on the hub; nothing
+    where there is none."""
+    if not Path(source).is_dir():
+        where = {name: options[name] for name in _WHERE if name in options}
+        try:
+            return PreTrainedConfig.get_config_dict(source, **where)[0]
+        except OSError:
+            return {}
     path = Path(source) / "config.json"
     if not path.is_file():
         return {}
@@ -68,9 +84,9 @@ def read_config(source: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged, it is not JSON: {error}") from None
 
 
-def refuse_other(source: str | Path, name: str) -> None:
-    """Raise if a folder holds a model of another library: of its weights none would be found."""
-    kind = read_config(source).get("model_type", "longspan")
+def refuse_other(source: str | Path, name: str, **options: Any) -> None:
+    """Raise if this is a model of another library: of its weights none would be found."""
+    kind = read_config(source, **options).get("model_type", "longspan")
     if not kind.startswith("longspan"):
         raise ValueError(
             f"{source} holds a model of type {kind!r}, not {name}; longspan.convert makes one of "

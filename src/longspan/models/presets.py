@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.utils import logging
 
+from longspan.models.config import PRESETS
 from longspan.models.inputs import readable
 from longspan.ops.window import visibility
 
 logger = logging.get_logger(__name__)
-
-PRESETS = ("none", "first", "question", "candidates")
 
 
 def choose_global(
@@ -30,7 +29,8 @@ def choose_global(
 
     - "first": the first token of each document, by the `attention_mask` if there is one.
     - "question": every token before the first separator, as question answering has it.
-    - "candidates": every token behind the two separators that end the question.
+    - "candidates": every token behind the two separators that end the first text, where multiple
+      choice has question and candidate.
     - "none": no token.
     """
     if preset == "none":
@@ -69,7 +69,7 @@ def choose_global(
     passed = before[:, 1:] - from_start
     if preset == "question":
         return torch.where(has_any, passed == 0, first), None
-    # The separator that ends the question has a second one, or a candidate, behind it: as in
+    # The separator that ends the first text has a second one, or the question, behind it: as in
     # transformers, neither of the two places is global.
     ended = (passed > 0).roll(2, dims=1) & (place - start >= 2)
     return torch.where(has_any, ended, first), None
