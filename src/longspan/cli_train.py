@@ -163,8 +163,7 @@ def evaluate(
     from torch import autocast, bfloat16
     from transformers.utils import logging
 
-    from longspan.tasks.bits import by_document
-    from longspan.tasks.charlm import CharLM
+    from longspan.tasks.charlm import CharLM, by_document
     from longspan.tasks.runs import load_model, open_run
     from longspan.train.recipe import change, parse
 
@@ -184,7 +183,7 @@ def evaluate(
         with console.status(f"reading {split} ..."), half:
             if documents:
                 text = getattr(task.corpus, split)[: limit or None]
-                found = by_document(model, text, length=recipe.evaluation.length)
+                found = by_document(model, text, recipe.evaluation)
                 value = sum(size * value for size, value in found) / sum(size for size, _ in found)
             else:
                 found = []
@@ -218,6 +217,7 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="The same seed writes the same text; any by default.")
     ] = None,
+    stop: Annotated[str, typer.Option(help="End behind this text; at the limit by default.")] = "",
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Write on from a prompt, by a language model; the text appears as it is made.
@@ -244,8 +244,10 @@ def generate(
         model = load_model(folder)
         sampler = Sampler(temperature, top_k, top_p, seed)
         typer.echo(prompt, nl=False)
-        for piece in write(model, prompt, tokens, sampler):
+        for piece in write(model, prompt, tokens, sampler, stop):
             typer.echo(piece, nl=False)
+    except BrokenPipeError:
+        raise typer.Exit from None  # who reads it has had enough
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:

@@ -276,6 +276,28 @@ def test_what_cannot_run_is_said_before_it_does(tmp_path):
         CharLM(replace(made, data=Source("file")))
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model.hidden_size", "abc", "model.hidden_size='abc': expected int"),
+        ("model.vocab_size", 10, "there are 256 bytes"),
+        ("model.attention.0.lft", 4, "model: layer 0: .* did you mean left"),
+        ("phases.1.windows", [1, 2, 3], "phases.1.windows: 3 windows for 2 layers"),
+        ("phases.0.warmup", -1, "phases.0.warmup=-1"),
+        ("optimizer.betas", [2.0, 0.9], "optimizer: Invalid beta"),
+        ("evaluation.attention.memry", 4, "evaluation.attention: layer 0: .* no option 'memry'"),
+        ("evaluation.stride", 17, "evaluation.stride=17: from 1 to evaluation.length=16"),
+        ("evaluation.length", 0, "evaluation.length=0"),
+        ("evaluation.batch", 0, "evaluation.batch=0"),
+        ("evaluation.limit", -1, "evaluation.limit=-1"),
+        ("save_every", -1, "save_every=-1"),
+    ],
+)
+def test_what_would_fail_late_is_said_at_once(setting, value, message):
+    with pytest.raises(ValueError, match=message):
+        CharLM(change(recipe("window", steps=1), {setting: value}), CORPUS)
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
     made = recipe("muon", steps=8, **{"phases.0.learning_rate": 1e18, "optimizer.clip": 0.0})
     with pytest.raises(FloatingPointError, match="lower learning rate"):
