@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,35 @@ def test_resumed_runs_lose_nothing(kind, tmp_path):
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert found["bits_per_character"] > 0
+
+
+def test_memories_are_for_as_many_processes(tmp_path):
+    made = recipe("compressive", save_every=1)
+    broken = Interrupting(made, CORPUS)
+    broken.stop_at = 6
+    with pytest.raises(StoppedError):
+        train(made, broken, tmp_path, console=QUIET)
+    folder = checkpoint.find(tmp_path)
+    assert folder is not None
+    shutil.copy(folder / "state-0.safetensors", folder / "state-1.safetensors")
+    with pytest.raises(ValueError, match="memories of 2 processes: resume it with as many, not 1"):
+        go(made, tmp_path, resume=True)
+
+
+def test_what_a_kill_left_unfinished_is_not_built_upon(tmp_path):
+    """A file of an earlier attempt must not end up in a checkpoint."""
+    made = recipe("window", steps=1, save_every=1)
+    broken = Interrupting(made, CORPUS)
+    broken.stop_at = 4
+    with pytest.raises(StoppedError):
+        train(made, broken, tmp_path, console=QUIET)
+    torn = checkpoint.unfinished(checkpoint.folder_of(tmp_path, made.steps))
+    torn.mkdir()
+    (torn / "state-1.safetensors").write_bytes(b"half of it")
+    go(made, tmp_path, resume=True)
+    last = checkpoint.find(tmp_path)
+    assert last == checkpoint.folder_of(tmp_path, made.steps)
+    assert not (last / "state-1.safetensors").exists()
 
 
 @pytest.mark.slow
