@@ -213,6 +213,7 @@ def test_train_eval_generate(tmp_path: Path) -> None:
     whole = invoke("eval", run)
     assert "test: " in whole
     assert "document 0: 175 bytes" in invoke("eval", run, "--documents")
+    assert "nothing to score" in invoke("eval", run, "--documents", "--limit", "1", code=2)
     assert invoke("eval", run, "--limit", "50") != whole
 
     options = ("--prompt", "one two ", "--tokens", "20", "--seed", "3")

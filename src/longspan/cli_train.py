@@ -151,7 +151,7 @@ def evaluate(
         typer.Option("--set", help="key=value, e.g. evaluation.length=4096; may be repeated."),
     ] = None,
     documents: Annotated[
-        bool, typer.Option("--documents", help="Each document by itself, from its beginning.")
+        bool, typer.Option("--documents", help="Each document by itself, with nothing before it.")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Bytes to score; 0 = all.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
@@ -184,7 +184,10 @@ def evaluate(
             if documents:
                 text = getattr(task.corpus, split)[: limit or None]
                 found = by_document(model, text, recipe.evaluation)
-                value = sum(size * value for size, value in found) / sum(size for size, _ in found)
+                scored = sum(size - 1 for size, _ in found)  # a document's first byte is given
+                if not scored:
+                    raise ValueError(f"{len(text)} bytes of {split} hold nothing to score")
+                value = sum((size - 1) * value for size, value in found) / scored
             else:
                 found = []
                 value = task.evaluate(model, split, limit)["bits_per_character"]
