@@ -24,7 +24,7 @@ Test = Annotated[str | None, _option("Test examples; by default taken from the d
 Text = Annotated[str | None, _option("The column of the text.")]
 Label = Annotated[str | None, _option("The column of the label.")]
 Question = Annotated[str | None, _option("The column of the question.")]
-Answers = Annotated[str | None, _option("The column of the answers.")]
+Answers = Annotated[str | None, _option("The column of the answers, or of the summaries.")]
 Choices = Annotated[str | None, _option("The column of the answers to choose from.")]
 Several = Annotated[bool, _option("An example may have several labels, or none.", "--several")]
 TooLong = Annotated[
@@ -126,7 +126,7 @@ def predict(
     """
     from transformers.utils import logging
 
-    from longspan.tasks.predict import Pipeline, predict_file, write_clusters
+    from longspan.tasks.predict import Pipeline, predict_file, remarks, write_clusters
 
     logging.disable_progress_bar()
     console = Console()
@@ -160,7 +160,8 @@ def predict(
     except KeyboardInterrupt:
         console.print(f"stopped; the same command with --resume goes on with {target}")
         raise typer.Exit(130) from None
-    console.print(f"{count:,} rows in {target}", highlight=False, soft_wrap=True)
+    said = ", ".join([f"{count:,} rows in {target}", *remarks(target)])
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 @commands.command()

@@ -3,12 +3,15 @@ graphs that compute again, into the same memory, what they recorded."""
 
 import copy
 import inspect
+import pickle
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import longspan
 from longspan.graphs import RecordingError
@@ -199,14 +202,13 @@ def test_gradients_flow_into_inputs(device, graphs):
     model = longspan.capture(build(device, LongspanForSequenceClassification))
     weights = model.get_input_embeddings().weight
     given, first = batch(device, 0), []
-    for step in range(3):
+    for _ in range(3):
         embeds = weights.detach()[given["input_ids"]].requires_grad_()
         out = model(
             inputs_embeds=embeds,
             global_attention_mask=given["global_attention_mask"],
             labels=torch.tensor([0, 1], device=device),
         )
-        assert out.logits.requires_grad is (step == 0)  # gradients flow from the loss alone
         (found,) = torch.autograd.grad(out.loss, embeds)
         first.append(found)
         torch.testing.assert_close(found, first[0])
@@ -252,6 +254,59 @@ def test_weights_that_moved_or_were_frozen_are_noticed(device, graphs):
     for _ in range(3):
         model(**batch(device, 0)).loss.backward()
     assert model.get_input_embeddings().weight.grad is None
+
+
+class Added(nn.Module):
+    """Two weights that have the same gradient, and a layer that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.one + self.other
+
+
+def test_gradients_of_two_weights_are_apart(device, graphs):
+    model: Any = longspan.capture(Added().to(device))
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 3, device=device)).sum().backward()
+        model.one.grad.mul_(2)
+        assert model.other.grad.tolist() == [[1.0] * 3] * 2
+
+
+def test_a_recording_leaves_buffers_alone(device, graphs):
+    plain, captured = Added().to(device), longspan.capture(Added().to(device))
+    for number in range(3):
+        for model in (plain, captured):
+            torch.manual_seed(number)
+            model(torch.randn(2, 3, device=device))
+    for one, other in zip(plain.buffers(), captured.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_part_that_does_not_train_is_noticed(device, graphs):
+    model = longspan.capture(build(device))
+    steps(model, 3)
+    model.encoder.eval()
+    steps(model, 3)
+    assert len(vars(model)["forward"]._recordings) == 2
+
+
+def test_gradients_from_more_than_the_loss_are_refused(device, graphs):
+    model = longspan.capture(build(device, LongspanForSequenceClassification))
+    given = batch(device, 0) | {"labels": torch.tensor([0, 1], device=device)}
+    for step in range(2):
+        out = model(**given)
+        assert out.logits.requires_grad
+        loss = out.loss + out.logits.square().mean()
+        if step == 0:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="from more than its loss"):
+                loss.backward()
 
 
 class Waiting(nn.Module):
@@ -320,11 +375,36 @@ def test_release_and_copies(device, graphs):
             parameter.zero_()
     given = batch(device, 0)
     assert not torch.equal(other(**given).logits, model(**given).logits)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded(**given).logits, model(**given).logits)
+    assert not isinstance(vars(loaded).get("forward"), MODULE._Captured)
     assert longspan.release(model) is model
     assert "forward" not in vars(model)
     model.forward = wrapper = lambda **given: given
     longspan.release(longspan.capture(model))
     assert model.forward is wrapper
+
+
+@pytest.fixture
+def alone():
+    """A group of processes that has one."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_captured_model_trains_with_others_of_its_kind(device, graphs):
+    plain, captured = build(device), longspan.capture(build(device))
+    whole = DistributedDataParallel(captured)
+    _assert_same(steps(whole, 4, parts=2), steps(plain, 4, parts=2))
+    assert all(vars(captured)["forward"]._recordings.values())
+    with pytest.raises(ValueError, match="capture the model before DistributedDataParallel"):
+        longspan.capture(DistributedDataParallel(build(device)))
+    with pytest.raises(ValueError, match="weights that are sharded"):
+        longspan.capture(fully_shard(build(device)))
 
 
 def test_on_a_cpu_nothing_is_recorded():

@@ -88,10 +88,24 @@ def test_pad_undoes_unpad():
     packing, (packed,) = unpad(mask, tensor)
     assert packing.cu_seqlens.tolist() == [0, 2, 2, 4]
     assert torch.equal(pad(packing, packed), tensor)
+    told, (same,) = unpad(mask, tensor, total=4)
+    assert torch.equal(told.place, packing.place)
+    assert torch.equal(same, packed)
+    with pytest.raises(ValueError, match="total=5 is not the number of real tokens"):
+        unpad(mask, tensor, total=5)
     with pytest.raises(ValueError, match="does not fit"):
         unpad(mask, tensor[:2])
     with pytest.raises(ValueError, match="one row of 4 tokens"):
         pad(packing, packed[:, 1:])
+
+
+def test_unpad_compiles_where_it_is_told_how_many_tokens_there_are():
+    """Nothing is read back, so nothing breaks the graph."""
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    compiled = torch.compile(lambda m: unpad(m, m, total=4), fullgraph=True, backend="eager")
+    packing, (packed,) = compiled(mask)
+    assert packing.place.tolist() == [0, 1, 4, 5]
+    assert packed.tolist() == [[1, 1, 1, 1]]
 
 
 def test_more_padding_changes_nothing():

@@ -345,6 +345,25 @@ def test_it_compiles(how):
     torch.testing.assert_close([p.grad for p in model.parameters()], grads)
 
 
+def test_exports_with_any_length():
+    model = build()
+    length = torch.export.Dim("length", min=8, max=64)
+    words = torch.export.Dim("words", min=3, max=24)
+    given = {"input_ids": document(), "attention_mask": torch.ones(2, 37), "labels": target()}
+    shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "labels": {1: words}}
+    exported = torch.export.export(model, (), kwargs=given, dynamic_shapes=shapes).module()
+    for tokens, own in ((51, 4), (64, 24)):
+        mask = torch.ones(2, tokens)
+        mask[1, 20:] = 0
+        other = {
+            "input_ids": document(2, tokens),
+            "attention_mask": mask,
+            "labels": target(2, own),
+        }
+        for name in ("loss", "logits"):
+            torch.testing.assert_close(exported(**other)[name], model(**other)[name])
+
+
 def test_half_precision_and_a_document_of_padding_alone_stay_finite(monkeypatch):
     """On a GPU masks are not looked at; there, nothing may become NaN."""
     monkeypatch.setattr("longspan.models.inputs.readable", lambda tensor: False)
@@ -392,6 +411,8 @@ def test_bad_input_of_generation_is_named():
     with pytest.raises(ValueError, match=r"a target of 25 tokens.*max_new_tokens"):
         model.generate(ids, max_new_tokens=25)
     assert model.generate(ids, max_new_tokens=24, min_new_tokens=24).shape[1] == 25
+    with pytest.raises(ValueError, match=r"guidance_scale=1\.5: .* leave it out"):
+        model.generate(ids, guidance_scale=1.5, max_new_tokens=5)
     with pytest.raises(TypeError, match="an EncoderDecoderCache that grows"):
         model.generate(ids, cache_implementation="static", max_new_tokens=5)
 

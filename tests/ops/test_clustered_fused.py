@@ -144,7 +144,8 @@ def test_it_is_no_less_precise(case, head_dim, dtype, device, monkeypatch):
     plain = results(given, by, **how)
     for one, other, wanted in zip(found, plain, exact, strict=True):
         off, allowed = ((t.double() - wanted).norm() for t in (one, other))
-        assert off <= 2 * allowed
+        # And the last bits of float32, in which both add up: three products make one there.
+        assert off <= 2 * allowed + 4 * torch.finfo(torch.float32).eps * wanted.norm()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import longspan
+from longspan import LongspanForConditionalGeneration, LongspanSeq2SeqConfig
 from longspan.cli import app
 from longspan.data.examples import Skips
 from longspan.data.tables import Row
@@ -44,6 +46,13 @@ def test_it_learns_what_is_asked_and_predicts(tmp_path: Path):
         use(text * 9)
     head = longspan.pipeline(tmp_path / "run", too_long="head")(text * 9, question="why?")
     assert head["unread"] > 0
+    rows = [{"text": text * 9, "question": "why?"}, {"text": text}, {"text": ""}]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["predict", str(tmp_path / "run"), str(tmp_path / "long.jsonl")]
+    done = CliRunner().invoke(app, command)
+    assert "the model reads 24" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, [*command, "--too-long", "head"])
+    assert '1 skipped ("skipped"), 1 read in part only ("unread")' in done.output
     said: list[str] = []
     told = use(text, question="why?", say=said.append)
     assert len(said) > 2
@@ -57,6 +66,23 @@ def test_it_learns_what_is_asked_and_predicts(tmp_path: Path):
     assert [x["summary"] for x in streamed] == [x["summary"] for x in lines]
 
 
+def test_targets_begin_as_they_end_where_mbart_names_its_language(tmp_path: Path):
+    """Also those that are cut short, and what is generated: else it begins with what it never saw
+    in training."""
+    own = recipe("summarize", tmp_path, writing__longest=4)
+    source = str(own.model.source)
+    config = LongspanSeq2SeqConfig.from_pretrained(source)
+    config.wrap_target, config.decoder_start_token_id = True, None
+    model = LongspanForConditionalGeneration.from_pretrained(source, config=config)
+    model.generation_config.decoder_start_token_id = None
+    model.save_pretrained(source)
+    task = make_task(own)
+    built: Any = task.build()
+    batch, _ = task.batch(0, 0, range(4))
+    assert built.prepare_decoder_input_ids_from_labels(batch["labels"])[:, 0].tolist() == [3] * 4
+    assert built.generate(batch["input_ids"], max_new_tokens=2)[:, 0].tolist() == [3] * 4
+
+
 def test_queries_are_global(tmp_path: Path):
     own = recipe("summarize", tmp_path)
     use = Summarizer(own, AutoTokenizer.from_pretrained(own.model.source))
@@ -67,6 +93,28 @@ def test_queries_are_global(tmp_path: Path):
     assert batch["global_attention_mask"].sum(1).tolist() == [4, 1]
     assert "global_attention_mask" not in use.collate([Document(long, none)])
     assert [use.size(one) for one in (Document(long, long), Document(long, none))] == [23, 12]
+
+
+def test_it_writes_as_the_recipe_says(tmp_path: Path):
+    """And not as the checkpoint's own settings of generation do."""
+    how = {"beams": 3, "length_penalty": -0.5, "no_repeat": 2, "longest": 7}
+    own = recipe("summarize", tmp_path, **{f"writing__{k}": v for k, v in how.items()})
+    task = make_task(own)
+    model: Any = task.build()
+    model.generation_config.min_length = 6
+    asked: dict[str, Any] = {}
+    generate = model.generate
+
+    def remember(**given: Any) -> Any:
+        asked.update(given)
+        return generate(**given)
+
+    model.generate = remember
+    text = Document(np.arange(5, 15), np.array([20, 21]))
+    task.write(model, [text])
+    names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "max_new_tokens", "min_length")
+    assert [asked[name] for name in names] == [3, -0.5, 2, 7, 0]
+    assert asked["global_attention_mask"].sum() == 4
 
 
 def test_the_loss_is_smoothed_in_training_only(tmp_path: Path):
@@ -131,6 +179,18 @@ def test_what_is_too_long_is_said(tmp_path: Path):
     notes = " ".join(make_task(own).notes())
     assert "80 of 80 documents (100.0%) have more than 12 tokens" in notes
     assert "64 of 64 summaries to learn from have more than 4 tokens" in notes
+
+
+def test_a_question_that_leaves_no_room_is_said_at_once(tmp_path: Path):
+    own = recipe("summarize", tmp_path, too_long="head")
+    row = {"id": "x", "text": "the cat", "question": "why " * 30, "summary": "the cat"}
+    with Path(str(own.data.train)).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"a question of 30 tokens leaves room for 0"):
+        make_task(own)
+    use = Summarizer(own, AutoTokenizer.from_pretrained(str(own.model.source)))
+    with pytest.raises(ValueError, match=r"line 7: a question of 30 tokens"):
+        use.predict(None, [Row("line 7", row)])
 
 
 @pytest.mark.parametrize(

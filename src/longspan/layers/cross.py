@@ -92,7 +92,8 @@ class CrossBlock(nn.Module):
         query, key, value = self._apart(self.qkv(hidden), 3)
         if cache is not None:
             key, value = cache.self_attention_cache.update(key, value, self.layer)
-        causal = mask is None and query.shape[2] > 1
+        # A single token behind a cache has all of it before it.
+        causal = mask is None and bool(query.shape[2] == key.shape[2])
         return self.project(self._attend(query, key, value, mask, causal))
 
     def _source(self, hidden: Tensor, source: Tensor, mask: Tensor | None, cache: Any) -> Tensor:

@@ -1,6 +1,5 @@
 """A model whose calls are one launch each, for steps so short that Python is slower than a GPU."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +16,7 @@ from longspan.layers.observing import Observing
 Model = TypeVar("Model", bound=nn.Module)
 
 _SIMPLE = (bool, int, float, str, type(None))
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _REMEMBERED = 256  # kinds of calls that were made once
 _Where = tuple[int, torch.dtype, bool]  # address, and whether it learns
 
@@ -33,7 +33,8 @@ def capture(model: Model, *, most: int = 4) -> Model:
 
     - the backward pass of a call has to come before the next call, and once;
     - where a loss comes out, gradients flow from it alone;
-    - what `torch.autograd.grad` finds for weights is written over by the next call, `.grad` not;
+    - gradients of weights are written over by the next call, unless they still are a weight's
+      `.grad`: clone what you keep of `torch.autograd.grad`, or beyond `zero_grad`;
     - activations stay allocated, for every kind of call;
     - gradient checkpointing is not recorded, as it looks at the state of random numbers;
     - a mask of global tokens needs `max_global_tokens`, or the model would have to look at it;
@@ -45,19 +46,34 @@ def capture(model: Model, *, most: int = 4) -> Model:
         raise TypeError(f"capture takes a model, got {type(model).__name__}")
     if most < 1:
         raise ValueError(f"most={most} must be at least 1")
-    if any(isinstance(module, Observing) for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} has layers that look at every batch to move their centroids, "
-            "which a recording would leave out: it cannot be captured"
-        )
-    if model._compiled_call_impl is not None:
-        raise ValueError(
-            f"{type(model).__name__} was compiled by its own compile(), whose calls go past what "
-            "capture puts in place: capture torch.compile(model), or compile its layers"
-        )
+    reason = _why_not(model)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} {reason}")
     release(model)
     model.forward = _Captured(model, most)
     return model
+
+
+def _why_not(model: nn.Module) -> str | None:
+    """What a recording of this model would leave out; None if nothing."""
+    if type(model).__name__ in _WRAPPERS:
+        return (
+            "does more in a call than a graph can: capture the model before "
+            "DistributedDataParallel wraps it"
+        )
+    if any(hasattr(weight, "full_tensor") for weight in model.parameters()):  # a DTensor
+        return "has weights that are sharded, and gathered by hooks: it cannot be captured"
+    if any(isinstance(module, Observing) for module in model.modules()):
+        return (
+            "has layers that look at every batch to move their centroids, which a recording would "
+            "leave out: it cannot be captured"
+        )
+    if model._compiled_call_impl is not None:
+        return (
+            "was compiled by its own compile(), whose calls go past what capture puts in place: "
+            "capture torch.compile(model), or compile its layers"
+        )
+    return None
 
 
 def release(model: Model) -> Model:
@@ -78,6 +94,7 @@ class _Captured:
         self.instance = "forward" in vars(model)  # someone else's wrapper, to be put back
         self.plain = model.forward
         functools.update_wrapper(self, self.plain)
+        self._modules: list[nn.Module] = []
         self._weights: list[Tensor] = []
         self._where: list[_Where] | None = None  # not looked at yet
         self._seen: set[Hashable] = set()
@@ -90,7 +107,7 @@ class _Captured:
         self._look_at_weights()
         key = (
             *call.key,
-            self.model.training,
+            tuple(module.training for module in self._modules),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -112,6 +129,7 @@ class _Captured:
     def _look_at_weights(self) -> None:
         """Forget what was recorded of weights that are elsewhere now, or learn otherwise."""
         if self._where is None or _where(self._weights) != self._where:
+            self._modules = list(self.model.modules())
             self._weights = [*self.model.parameters(), *self.model.buffers()]
             self._where = _where(self._weights)
             self._recordings.clear()
@@ -137,6 +155,7 @@ class _Captured:
             return functional_call(plain, twins, args, options)
 
         with graphs.trying(call.tensors[0].device):
+            before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
             try:
                 _refuse_several_devices([*call.tensors, *named.values()])
                 if self.model.training and getattr(self.model, "is_gradient_checkpointing", False):
@@ -155,9 +174,16 @@ class _Captured:
                     "recording a call of the captured model failed: begin again without "
                     "longspan.capture"
                 ) from error
+            finally:  # a call to be counted, say, was made only to record it
+                for buffer, value in before:
+                    buffer.copy_(value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.plain, memo)  # the copy has other weights
+    def __reduce__(self) -> Any:
+        return _same, (self.plain,)  # a copy has other weights
+
+
+def _same(forward: Any) -> Any:
+    return forward
 
 
 def _where(weights: Sequence[Tensor]) -> list[_Where]:
@@ -237,6 +263,7 @@ class _Recording:
         pool = graphs.new_pool()
         self._forward, found = graphs.record(lambda: _found(forward(self.given)), pool)
         self.leaves, self.spec, self.learned = found
+        self.grown = _with_gradients(self.leaves)
         self.cotangents = [torch.zeros_like(self.leaves[at]) for at in self.learned]
         made: list[Tensor | None] = [None] * len(wanted)
         if self.learned:
@@ -302,11 +329,15 @@ def _found(made: Any) -> _Found:
             raise graphs.RecordingError(
                 f"it returns a {type(one).__name__}, which has memory of its own"
             )
-    learned = [n for n, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
+    learned = _with_gradients(leaves)
     loss = getattr(made, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         learned = [n for n in learned if leaves[n] is loss]
     return _Found(leaves, spec, learned)
+
+
+def _with_gradients(leaves: list[Any]) -> list[int]:
+    return [n for n, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
 
 
 def _gradients(
@@ -317,7 +348,17 @@ def _gradients(
         return []
     if cotangents is None:
         cotangents = [torch.zeros_like(one) for one in outputs]
-    return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+    made: list[Tensor | None] = list(
+        torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+    )
+    known: set[int] = set()
+    for number, one in enumerate(made):
+        if one is not None:
+            # Weights that are added up have one gradient, and each scales its own in place.
+            place = one.untyped_storage().data_ptr()
+            made[number] = one.clone() if place in known else one
+            known.add(place)
+    return made
 
 
 class _Replay(torch.autograd.Function):
@@ -326,10 +367,9 @@ class _Replay(torch.autograd.Function):
         made = recording.read(tensors[: len(recording.given)])
         ctx.recording, ctx.call, ctx.done = recording, recording.calls, False
         ctx.set_materialize_grads(False)
-        places = [n for n, one in enumerate(recording.leaves) if isinstance(one, Tensor)]
-        ctx.learned = [number for number, at in enumerate(places) if at in recording.learned]
-        others = [one for number, one in enumerate(made) if number not in ctx.learned]
-        ctx.mark_non_differentiable(*others)
+        ctx.places = [n for n, one in enumerate(recording.leaves) if isinstance(one, Tensor)]
+        each = zip(ctx.places, made, strict=True)
+        ctx.mark_non_differentiable(*(one for at, one in each if at not in recording.grown))
         return tuple(made)
 
     @staticmethod
@@ -346,6 +386,13 @@ class _Replay(torch.autograd.Function):
                 "a second backward pass of one call of the captured model: the first has written "
                 "over what it needs; add losses up before backward, or longspan.release(model)"
             )
+        given = dict(zip(ctx.places, gradients, strict=True))
+        wanted = [given.pop(at) for at in recording.learned]
+        if any(one is not None for one in given.values()):
+            raise RuntimeError(
+                "gradients flow into the captured model from more than its loss, and were recorded "
+                "for that alone: call it without labels, or longspan.release(model)"
+            )
         ctx.done = True
-        found = recording.learn([gradients[number] for number in ctx.learned])
+        found = recording.learn(wanted)
         return None, *found

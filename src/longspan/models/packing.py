@@ -16,15 +16,18 @@ class Packing(NamedTuple):
     tokens: int
 
 
-def unpad(attention_mask: Tensor, *tensors: Tensor) -> tuple[Packing, tuple[Tensor, ...]]:
+def unpad(
+    attention_mask: Tensor, *tensors: Tensor, total: int | None = None
+) -> tuple[Packing, tuple[Tensor, ...]]:
     """Pack tensors [batch, tokens, ...] into one row [1, total, ...] without their padding.
 
     >>> packing, (ids,) = unpad(attention_mask, input_ids)
     >>> hidden = model(ids, cu_seqlens=packing.cu_seqlens).last_hidden_state
     >>> padded = pad(packing, hidden)
 
-    Positions count from the beginning of each document. The number of real tokens is read from
-    the mask, which on a GPU waits for it.
+    Positions count from the beginning of each document. How many real tokens there are is read
+    from the mask, for which Python waits until a GPU has caught up; whoever made the batch knows,
+    and says so by `total`.
     """
     if attention_mask.dim() != 2:
         raise ValueError(
@@ -39,9 +42,23 @@ def unpad(attention_mask: Tensor, *tensors: Tensor) -> tuple[Packing, tuple[Tens
             )
     real = attention_mask != 0
     bounds = pad_end(real.sum(dim=1).cumsum(dim=0), (1, 0)).to(torch.int32)
-    place = real.flatten().nonzero().squeeze(1)
+    place = _places(real.flatten(), total)
     packed = tuple(tensor.flatten(0, 1)[place][None] for tensor in tensors)
     return Packing(bounds, place, batch, tokens), packed
+
+
+def _places(real: Tensor, total: int | None) -> Tensor:
+    """Where `real` [places] is true: so often as `total` says, where that is given."""
+    if total is None:
+        return real.nonzero().squeeze(1)
+    # On a GPU it is the GPU that finds out, when it gets there.
+    wrong = f"total={total} is not the number of real tokens in the attention_mask"
+    if real.device.type == "cpu" and not torch.compiler.is_compiling():
+        if int(real.sum()) != total:
+            raise ValueError(f"{wrong}, which is {int(real.sum())}")
+    else:
+        torch._assert_async(real.sum() == total, wrong)
+    return torch.nonzero_static(real, size=total).squeeze(1)
 
 
 def pad(packing: Packing, packed: Tensor, value: float = 0.0) -> Tensor:
@@ -52,5 +69,5 @@ def pad(packing: Packing, packed: Tensor, value: float = 0.0) -> Tensor:
         )
     flat = packed.new_full((packing.batch * packing.tokens, *packed.shape[2:]), value)
     # Out of place, so that gradients flow back to the packed tokens.
-    at = packing.place.view(-1, *[1] * (packed.dim() - 2)).expand_as(packed[0])
-    return flat.scatter(0, at, packed[0]).unflatten(0, (packing.batch, packing.tokens))
+    flat = flat.index_copy(0, packing.place, packed[0])
+    return flat.unflatten(0, (packing.batch, packing.tokens))

@@ -352,6 +352,11 @@ class LongspanForConditionalGeneration(LongspanPreTrainedModel, GenerationMixin)
     ) -> Any:
         # Before the first token is generated, not at the one that has no position.
         check_target_length(self.config, generation_config.max_length - 1)
+        if generation_config.guidance_scale not in (None, 1):
+            raise ValueError(
+                f"guidance_scale={generation_config.guidance_scale}: transformers compares with a "
+                "text without its prompt, which an encoder-decoder has not; leave it out"
+            )
         plain = (
             generation_mode in _STEPWISE
             and generation_config.use_cache is not False

@@ -25,6 +25,8 @@ class Pipeline:
     >>> classify("The walls are closing in ...")["label"]
     >>> find = longspan.pipeline("runs/cuad")
     >>> find(contract, question="Governing Law")["answer"]
+    >>> write = longspan.pipeline("runs/papers")
+    >>> write(paper)["summary"]
     >>> resolve = longspan.pipeline("runs/litbank")
     >>> resolve(novel)["clusters"][0]
     >>> choose = longspan.pipeline("runs/race")
@@ -138,6 +140,17 @@ def predict_file(
     return done
 
 
+def remarks(predictions: Path) -> list[str]:
+    """How many rows of a file of predictions were not read, or not to their end."""
+    known = {"skipped": "skipped", "unread": "read in part only"}
+    counts = dict.fromkeys(known, 0)
+    with predictions.open(encoding="utf8") as lines:
+        for line in lines:
+            for name in known.keys() & json.loads(line).keys():
+                counts[name] += 1
+    return [f'{counts[name]:,} {what} ("{name}")' for name, what in known.items() if counts[name]]
+
+
 def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output: Path) -> None:
     """The predictions of a coreference run, made of `source`, as a CoNLL-2012 file.
 
@@ -167,8 +180,8 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
 
 def _done(output: Path, resume: bool) -> int:
     """How many whole lines there are already; half a line is taken away."""
-    if not output.exists():
-        return 0
+    if not output.exists() or not output.stat().st_size:
+        return 0  # or the first row was refused
     if not resume:
         raise ValueError(
             f"{output} exists already: --resume goes on with it, --output names another"

@@ -189,6 +189,10 @@ def build_writer(
     config.sep_token_id = tokenizer.sep_token_id
     if config.eos_token_id not in ends:
         config.eos_token_id = model.generation_config.eos_token_id = ends[-1]
+    if config.wrap_target:
+        # All targets of a tokenizer end alike; so `generate`, and those cut short, begin alike too.
+        config.wrap_target = False
+        config.decoder_start_token_id = model.generation_config.decoder_start_token_id = ends[-1]
     if config.global_preset == "none":
         _freeze_global(model)
     return model

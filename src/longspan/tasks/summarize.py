@@ -18,7 +18,14 @@ from transformers import PreTrainedModel, TextStreamer
 from longspan.data.examples import Order, Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.tasks.base import ExampleTask, check_recipe
-from longspan.tasks.documents import collate, make_template, pieces, reach, token_ids
+from longspan.tasks.documents import (
+    Piece,
+    collate,
+    make_template,
+    pieces,
+    reach,
+    token_ids,
+)
 from longspan.tasks.start import build_writer, load_tokenizer
 from longspan.tasks.summaries import (
     ROUGE,
@@ -88,23 +95,20 @@ class Summarizer:
 
     def collate(self, documents: Sequence[Document]) -> dict[str, Tensor]:
         """What the encoder takes."""
+        own = [self._read(one) for one in documents]
         asked = [len(one.question) > 0 for one in documents]
-        own = [
-            pieces(
-                one.ids,
-                self.recipe.model.length,
-                self.template,
-                "head",
-                question=one.question if some else None,
-            )[0]
-            for one, some in zip(documents, asked, strict=True)
-        ]
         batch, _ = collate(own, packed=False, pad_id=self.tokenizer.pad_token_id)
         if any(asked) and self.recipe.model.global_tokens is None:
             place = torch.arange(batch["input_ids"].shape[1])
             most = [piece.begin if some else 1 for piece, some in zip(own, asked, strict=True)]
             batch["global_attention_mask"] = (place < torch.tensor(most)[:, None]).long()
         return batch
+
+    def _read(self, document: Document) -> Piece:
+        """As much of it as fits behind its question; an error if that leaves no room."""
+        question = document.question if len(document.question) else None
+        length = self.recipe.model.length
+        return pieces(document.ids, length, self.template, "head", question=question)[0]
 
     @torch.no_grad()
     def write(
@@ -146,6 +150,10 @@ class Summarizer:
                     f"{row.where}: {self.size(one):,} tokens, the model reads {length:,}; with "
                     "--too-long head it reads the beginning only"
                 )
+            try:
+                self._read(one)
+            except ValueError as error:
+                raise ValueError(f"{row.where}: {error}") from None
         wanted = [one for one in documents if len(one.ids)]
         groups = [wanted] if say is None and wanted else [[one] for one in wanted]
         written = iter([text for own in groups for text in self.write(model, own, say)])
@@ -210,6 +218,7 @@ class Summarize(Summarizer, ExampleTask):
                 f"{self.reach.share('refuse')}: a larger model.length reads more, --too-long head "
                 "reads their beginning only"
             )
+        self._read(max(documents, key=lambda one: len(one.question)))
         self.recipe = planned(recipe, len(self.examples.train))
         self._order = Order(len(self.examples.train), recipe.batch, recipe.seed)
 

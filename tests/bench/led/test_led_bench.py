@@ -167,8 +167,10 @@ def test_the_figure(device: str, quick: bool, tmp_path: Path) -> None:
     written = draw(made_up(device, quick=quick), tmp_path / "a")
     assert [path.name for path in written] == ["a.png", "a.svg"]
     text = written[1].read_text()
-    for title in ("Time of a training step", "peak memory, and the fit", "Generation", "n_s n_t"):
+    for title in ("Time of a training step", "peak memory, and the fit", "Generation"):
         assert title in text
+    for term in ("What it grows with", "w n_s", "g n_s", "n_s n_t", "n_t²", "within 0%"):
+        assert term in text
     assert draw(Results(made_up().header), tmp_path / "b") == []
 
 

@@ -1,5 +1,6 @@
 """The figure of encoder-decoders, drawn from a results file alone."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from longspan.bench import drawing
 from longspan.bench.benchmark import OUT_OF_MEMORY
@@ -18,6 +19,8 @@ from longspan.bench.led.memory import TERMS, Fit, fit, measured, model_of
 from longspan.bench.store import Results
 
 _PALE = "#777777"
+# Of the terms of a fit: what everything has in grey, scores of attention in colour.
+_TERM_COLOURS = ("#555555", "#888888", "#BBBBBB", "#D55E00", "#E69F00", "#0072B2", "#56B4E9")
 COLOURS = {"longspan": "#0072B2", "longspan-patch": "#56B4E9", "led": "#D55E00"}
 
 Panel = Callable[[Axes], list[End]]
@@ -52,6 +55,9 @@ def _figure(results: Results) -> Figure | None:
             cases = _along(steps, base, varied)
             if len(cases) > 1:
                 panels.append(_panel(results, cases, quantity, varied, fits))
+        if fits:
+            alike = [case for case in steps if model_of(case) == model_of(base)]
+            panels.append(_consists(max(alike, key=lambda case: case.tokens * case.target), fits))
     if writing:
         panels.append(_writing(results, max(writing, key=lambda case: case.tokens * case.layers)))
     if not panels:
@@ -116,11 +122,6 @@ def _panel(
         else:
             axes.set_title("Its peak memory, and the fit" if fits else "Its peak memory")
             drawing.memory_from_zero(axes)
-            if fits:
-                terms = ", ".join(TERMS).replace("^2", "²")
-                axes.text(
-                    0.02, 0.93, f"lines: {terms}", transform=axes.transAxes, fontsize=7, color=_PALE
-                )
         what = "tokens read, {:,} written" if varied == "tokens" else "tokens written, {:,} read"
         axes.set_xlabel(what.format(other))
         # Of those too near to one another to be read, the larger is named.
@@ -128,6 +129,36 @@ def _panel(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: drawing.count(n)))
         axes.set_xlim(0, max(sizes) * 1.35)
         return ends
+
+    return draw_on
+
+
+def _consists(case: LEDCase, fits: dict[str, Fit]) -> Panel:
+    """What the memory of a step grows with, by the fit."""
+
+    def draw_on(axes: Axes) -> list[End]:
+        for at, made in enumerate(fits.values()):
+            parts, left = made.parts(case), 0.0
+            for term, colour in zip(TERMS, _TERM_COLOURS, strict=True):
+                label = term.replace("^2", "²") if at == 0 else None
+                mib = parts.get(term, 0.0)
+                axes.barh(at, mib, left=left, color=colour, height=0.6, label=label)
+                left += mib
+            error = f"within {100 * made.error:.0f}%"
+            axes.annotate(
+                error, (left, at), (3, 0), textcoords="offset points", va="center", color=_PALE
+            )
+        axes.set_yticks(range(len(fits)), [CONTENDERS[name].label for name in fits])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        high = axes.get_xlim()[1] * 1.15
+        axes.set_xlim(0, high)
+        axes.xaxis.set_major_locator(MultipleLocator(2.0 ** round(math.log2(high / 4))))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: drawing.memory(x) if x else "0"))
+        axes.set_title("What it grows with")
+        axes.set_xlabel(f"{case}, by the fit")
+        axes.legend(loc="upper right", frameon=False, fontsize=7, handlelength=1, ncols=2)
+        return []
 
     return draw_on
 

@@ -102,6 +102,7 @@ def cpu_suite(dtype: str) -> list[Job]:
         Job(
             replace(shallow, tokens=2048, batch=4, shortest=128), ("longspan", "longspan-unpadded")
         ),
+        Job(replace(shallow, tokens=2048, batch=2), ("longspan",)),
         Job(replace(base, tokens=512, batch=4), ("longspan", *RIVALS), ("forward",)),
         Job(replace(base, tokens=2048), ("longspan", *RIVALS), ("forward",)),
         Job(base, ("roberta", "modernbert"), ("forward",)),

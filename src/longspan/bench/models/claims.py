@@ -77,17 +77,25 @@ def _cpu(results: Results) -> Iterator[Claim]:
         )
 
 
+def in_proportion(results: Results, case: ModelCase, kind: Pass) -> float | None:
+    """What the tokens of an uneven batch would take, at what one of them takes in a batch of
+    documents that are all as long as its longest."""
+    for even, name, passed in results.points:
+        assert isinstance(even, ModelCase)
+        alike = replace(even, batch=case.batch, shortest=case.shortest) == case
+        if alike and even.shortest is None and (name, passed) == ("longspan", kind):
+            ms = results.value(even, name, kind)
+            return None if ms is None else ms * case.real_tokens / even.real_tokens
+    return None
+
+
 def _uneven(results: Results) -> Iterator[Claim]:
-    """A batch of uneven lengths costs in proportion to its tokens: no more for one of them than
-    for a place of the same batch padded."""
+    """A batch of uneven lengths costs in proportion to its tokens."""
     cases = dict.fromkeys(case for case, name, _ in results.points if name == "longspan-unpadded")
     for case in cases:
         assert isinstance(case, ModelCase)
         for kind in PASSES:
-            cost = ratio(
-                results.value(case, "longspan-unpadded", kind),
-                results.value(case, "longspan", kind),
-            )
-            per_token = None if cost is None else cost * case.places / case.real_tokens
-            text = f"{case}, {kind}: time per token unpadded over per place padded"
-            yield Claim(text, _PROPORTION, per_token, at_least=False)
+            ms = results.value(case, "longspan-unpadded", kind)
+            text = f"{case}, {kind}: time per token, unpadded, over an even batch's"
+            cost = ratio(ms, in_proportion(results, case, kind))
+            yield Claim(text, _PROPORTION, cost, at_least=False)

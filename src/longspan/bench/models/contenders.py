@@ -165,7 +165,9 @@ def _longspan_unpadded(case: ModelCase, device: torch.device) -> Workload:
     mask = torch.ones_like(batch.ids) if batch.mask is None else batch.mask
 
     def forward() -> Tensor:
-        packing, (ids, global_mask) = unpad(mask, batch.ids, batch.global_mask)
+        packing, (ids, global_mask) = unpad(
+            mask, batch.ids, batch.global_mask, total=case.real_tokens
+        )
         hidden = model(
             ids,
             global_attention_mask=global_mask,
@@ -174,7 +176,7 @@ def _longspan_unpadded(case: ModelCase, device: torch.device) -> Workload:
         ).last_hidden_state
         return pad(packing, hidden)
 
-    return _workload(case, model, forward, waits=True)
+    return _workload(case, model, forward)
 
 
 def _their_longformer(case: ModelCase, device: torch.device) -> nn.Module:

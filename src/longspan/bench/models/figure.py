@@ -19,6 +19,7 @@ from longspan.bench import drawing
 from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Pass
 from longspan.bench.labels import End, label_ends
 from longspan.bench.models.cases import ModelCase
+from longspan.bench.models.claims import in_proportion
 from longspan.bench.models.contenders import CONTENDERS
 from longspan.bench.store import Results
 
@@ -146,7 +147,7 @@ def _failed(results: Results, case: ModelCase, name: str, kind: Pass) -> bool:
 
 
 def _uneven_panel(results: Results, case: ModelCase, size: ModelCase | None) -> Panel:
-    """Time of the batch padded and unpadded, and what it would be in proportion to its tokens."""
+    """Time of the batch padded and unpadded, and what its tokens take in an even batch."""
 
     def draw_on(axes: Axes) -> list[End]:
         rows: list[tuple[str, float, str]] = []
@@ -158,7 +159,8 @@ def _uneven_panel(results: Results, case: ModelCase, size: ModelCase | None) -> 
             if padded is None or unpadded is None:
                 continue
             rows.append((f"{_PASS_NAMES[kind]},\npadded", padded, "#B9CFDD"))
-            marks.append((len(rows), padded * share))
+            fair = in_proportion(results, case, kind)
+            marks += [] if fair is None else [(len(rows), fair)]
             rows.append((f"{_PASS_NAMES[kind]},\nunpadded", unpadded, COLOURS["longspan"]))
         for at, (_, ms, colour) in enumerate(rows):
             axes.barh(at, ms, color=colour, height=0.66)
@@ -173,7 +175,7 @@ def _uneven_panel(results: Results, case: ModelCase, size: ModelCase | None) -> 
         axes.set_xlabel(
             f"{case.shortest:,} to {case.tokens:,} tokens, {share:.0%} of the padded batch is text"
         )
-        mark = Line2D([], [], color="#D55E00", linewidth=2, label="in proportion to the text")
+        mark = Line2D([], [], color="#D55E00", linewidth=2, label="as many tokens, even")
         axes.legend(handles=[mark], frameon=False, loc="upper right")
         return []
 

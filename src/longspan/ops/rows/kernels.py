@@ -333,7 +333,8 @@ def pool_backward(
 ):  # fmt: skip
     """The gradient of BR folded rows from one piece of the sequence, and PAIRS [batch, 2 * rows,
     n_row], the weights and behind them the gradients of the scores: PAIRS^T SIDES is the gradient
-    of the hidden states."""
+    of the hidden states. BOUNDED: the sequence is what some of the rows see; elsewhere PAIRS are
+    zero already."""
     batch = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts) * BR + tl.arange(0, BR)
@@ -359,7 +360,10 @@ def pool_backward(
         g_rest = load_rows(SIDES + WIDE, row, DIM, live, DIM - WIDE, NARROW)
         f_rest = load_rows(SIDES + WIDE, rows + row, DIM, live, DIM - WIDE, NARROW)
         acc_rest = tl.zeros((NARROW, BR), tl.float32)
-    begin, end = piece(0, n, part, parts, BN)
+    low, high = 0, n
+    if BOUNDED:
+        low, high = tl.min(tl.where(live, lowest, n), 0), tl.max(highest, 0)
+    begin, end = piece(low, high, part, parts, BN)
     for s in range(begin, end, BN):
         j = s + tl.arange(0, BN)
         here = j < end

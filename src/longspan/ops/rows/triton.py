@@ -110,7 +110,8 @@ def backward(
     parts = _parts(batch * blocks, n, tile, hidden.device)
     whole = _whole(hidden, parts, rows)
     # Wide boundaries, so that the matrix product below reads aligned memory.
-    pairs = hidden.new_empty((batch, 2 * rows, _cdiv(n, 16) * 16))
+    fresh = hidden.new_empty if seen.start is None else hidden.new_zeros
+    pairs = fresh((batch, 2 * rows, _cdiv(n, 16) * 16))
     kernels.pool_backward[(blocks * parts, batch)](
         sides, hidden, saved.lse, delta, dmass, whole[0], pairs,
         _or(seen.start, at), _or(seen.stop, at), at, _or(call.seed, at),
