@@ -96,8 +96,8 @@ def test_what_a_kill_left_unfinished_is_not_built_upon(tmp_path):
     torn.mkdir()
     (torn / "state-1.safetensors").write_bytes(b"half of it")
     go(made, tmp_path, resume=True)
-    last = checkpoint.find(tmp_path)
-    assert last == checkpoint.folder_of(tmp_path, made.steps)
+    last = checkpoint.folder_of(tmp_path, made.steps)
+    assert checkpoint.find(tmp_path) == last
     assert not (last / "state-1.safetensors").exists()
 
 
