@@ -213,6 +213,7 @@ def test_train_eval_generate(tmp_path: Path) -> None:
     whole = invoke("eval", run)
     assert "test: " in whole
     assert "document 0: 175 bytes" in invoke("eval", run, "--documents")
+    assert "nothing to score" in invoke("eval", run, "--documents", "--limit", "1", code=2)
     assert invoke("eval", run, "--limit", "50") != whole
 
     options = ("--prompt", "one two ", "--tokens", "20", "--seed", "3")
@@ -223,6 +224,8 @@ def test_train_eval_generate(tmp_path: Path) -> None:
     checkpoint = next((tmp_path / "run" / "checkpoints").iterdir())
     assert invoke("generate", str(checkpoint), *options) == written
     assert invoke("generate", run, "--temperature", "0", "--tokens", "5")
+    cut = invoke("generate", run, *options, "--stop", written[12])
+    assert cut.rstrip("\n") == written[: written.index(written[12], len("one two ")) + 1]
     refused = plain(invoke("convert", run, str(tmp_path / "long"), code=2))
     assert "LongspanForCausalLM is a language model of longspan's already" in refused
 

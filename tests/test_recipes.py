@@ -194,6 +194,82 @@ def test_longformer_is_staged_as_published():
     assert (small.evaluation.length, small.evaluation.stride) == (32_256, 512)
 
 
+def test_longformer_learns_as_published():
+    """Table 12, and what the phases' learning rates and warm-up follow from."""
+    for name in ("enwik8-small", "text8-small", "enwik8-large"):
+        made = find(name)
+        rates = [phase.learning_rate for phase in made.phases]
+        assert rates == [2.5e-4, 1.25e-4, 6.25e-5, 3.125e-5, 1.5625e-5]
+        assert [p.warmup for p in made.phases] == [min(p.steps // 10, 10_000) for p in made.phases]
+        optimizer = made.optimizer
+        assert (optimizer.kind, optimizer.schedule) == ("adamw", "constant")
+        assert (optimizer.weight_decay, optimizer.clip) == (0.01, 0.25)
+        config = LongspanDecoderConfig(**made.model)
+        assert (config.hidden_size, config.num_attention_heads) == (512, 8)
+        assert (config.pre_norm, config.hidden_act) == (True, "gelu")
+        assert {setting["position"] for setting in config.attention} == {"relative"}
+        assert made.data.size == 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "dropout", "length", "batch", "evaluation"),
+    [
+        ("xl-enwik8", (12, 512, 8, 2048), (0.1, 0.0), 512, 22, (80, 2100, 820)),
+        ("xl-text8", (12, 512, 8, 2048), (0.1, 0.0), 512, 22, (80, 2100, 820)),
+        ("xl-enwik8-large", (24, 1024, 8, 3072), (0.15, 0.15), 768, 64, (128, 3800, 1000)),
+        ("xl-text8-large", (24, 1024, 8, 3072), (0.15, 0.15), 768, 64, (128, 3800, 1000)),
+    ],
+)
+def test_transformer_xl_is_as_published(name, sizes, dropout, length, batch, evaluation):
+    made = find(name)
+    model, (phase,), scored = made.model, made.phases, made.evaluation
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    assert tuple(model[size] for size in names) == sizes
+    assert (model["hidden_dropout_prob"], model["attention_probs_dropout_prob"]) == dropout
+    assert (model["pre_norm"], model["embedding_scale"]) == (False, True)
+    assert model["attention"] == {"kind": "xl", "memory": length}
+    warmup = 4000 if name == "xl-enwik8-large" else 0
+    assert phase == Phase(400_000, length, batch, 2.5e-4, warmup=warmup)
+    assert (made.optimizer.schedule, made.optimizer.clip) == ("cosine", 0.25)
+    own = scored.attention
+    assert (scored.kind, own["same_length"]) == ("streamed", True)
+    assert (scored.length, own["memory"], own["clamp"]) == evaluation
+
+
+def test_the_compressive_transformer_is_as_published():
+    made = find("compressive-enwik8")
+    own = made.model["attention"]
+    assert (made.model["num_hidden_layers"], made.phases[0].length) == (24, 768)
+    assert (own["memory"], own["compressed"], own["rate"]) == (768, 1152, 3)
+    assert (own["compression"], own["loss"]) == ("conv", "attention")
+    assert made.evaluation.attention == {"compressed": 3072}
+    assert made.optimizer.clip == 0.1
+    assert learning_rate(made, 3999) == pytest.approx(3e-4)
+    assert learning_rate(made, made.steps - 1) == pytest.approx(1e-6)
+    first, then = made.phases  # from step 60,000 on, four batches make an update
+    assert (first.steps, then.batch) == (60_000, 4 * first.batch)
+
+
+def test_table_4_is_as_published():
+    """Phase 1 on text8 for 150,000 steps; arms differ in windows and dilation alone."""
+    arms = {name: find(f"ablation-{name}") for name in ("increasing", "decreasing", "fixed")}
+    left = {name: [s["left"] for s in arm.model["attention"]] for name, arm in arms.items()}
+    assert left["increasing"] == sorted(left["increasing"])
+    assert (left["increasing"][0], left["increasing"][-1]) == (32, 512)
+    assert left["decreasing"] == left["increasing"][::-1]
+    assert left["fixed"] == [230] * 12
+    steps = {d for arm in arms.values() for s in arm.model["attention"] for d in s["dilation"]}
+    assert steps == {1}
+    dilated, whole = find("ablation-dilation"), find("text8-small")
+    assert dilated.model == whole.model
+    for arm in (*arms.values(), dilated):
+        (phase,) = arm.phases
+        first = whole.phases[0]
+        assert (phase.steps, phase.length, phase.batch) == (150_000, first.length, first.batch)
+        assert phase.learning_rate == first.learning_rate
+        assert arm.data == whole.data
+
+
 def test_the_nearest_name_is_offered():
     with pytest.raises(ValueError, match="did you mean enwik8-small"):
         find("enwiki8-small")

@@ -151,7 +151,7 @@ def evaluate(
         typer.Option("--set", help="key=value, e.g. evaluation.length=4096; may be repeated."),
     ] = None,
     documents: Annotated[
-        bool, typer.Option("--documents", help="Each document by itself, from its beginning.")
+        bool, typer.Option("--documents", help="Each document by itself, with nothing before it.")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Bytes to score; 0 = all.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
@@ -163,8 +163,7 @@ def evaluate(
     from torch import autocast, bfloat16
     from transformers.utils import logging
 
-    from longspan.tasks.bits import by_document
-    from longspan.tasks.charlm import CharLM
+    from longspan.tasks.charlm import CharLM, by_document
     from longspan.tasks.runs import load_model, open_run
     from longspan.train.recipe import change, parse
 
@@ -184,8 +183,11 @@ def evaluate(
         with console.status(f"reading {split} ..."), half:
             if documents:
                 text = getattr(task.corpus, split)[: limit or None]
-                found = by_document(model, text, length=recipe.evaluation.length)
-                value = sum(size * value for size, value in found) / sum(size for size, _ in found)
+                found = by_document(model, text, recipe.evaluation)
+                scored = sum(size - 1 for size, _ in found)  # a document's first byte is given
+                if not scored:
+                    raise ValueError(f"{len(text)} bytes of {split} hold nothing to score")
+                value = sum((size - 1) * value for size, value in found) / scored
             else:
                 found = []
                 value = task.evaluate(model, split, limit)["bits_per_character"]
@@ -218,6 +220,7 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="The same seed writes the same text; any by default.")
     ] = None,
+    stop: Annotated[str, typer.Option(help="End behind this text; at the limit by default.")] = "",
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
 ) -> None:
     """Write on from a prompt, by a language model; the text appears as it is made.
@@ -244,8 +247,10 @@ def generate(
         model = load_model(folder)
         sampler = Sampler(temperature, top_k, top_p, seed)
         typer.echo(prompt, nl=False)
-        for piece in write(model, prompt, tokens, sampler):
+        for piece in write(model, prompt, tokens, sampler, stop):
             typer.echo(piece, nl=False)
+    except BrokenPipeError:
+        raise typer.Exit from None  # who reads it has had enough
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:

@@ -73,6 +73,14 @@ def test_what_is_wrong_is_said(tmp_path):
         read(Source("file", str(path)))
     with pytest.raises(ValueError, match="0 documents"):
         read(Source("documents", str(path)))
+    for name, content in (("a.jsonl.xz", b"no"), ("a.jsonl.gz", b"no")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot be unpacked"):
+            read(Source("documents", str(tmp_path / name)))
+    cut = lzma.compress(b'{"text": "fine"}\n' * 9)[:-9]
+    (tmp_path / "a.jsonl.xz").write_bytes(cut)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.xz cannot be unpacked.* is it whole"):
+        read(Source("documents", str(tmp_path / "a.jsonl.xz")))
     path.write_text('{"text": "fine"}\n{"words": 3}\n')
     with pytest.raises(ValueError, match="line 2: not a JSON object"):
         read(Source("documents", str(path)))

@@ -308,7 +308,11 @@ def test_an_identity_loses_nothing():
     [
         ({"left": -1}, "left=-1"),
         ({"left": 4, "position": "absolute"}, "choose from rotary, relative"),
+        ({"left": 4, "dilation": [1, 1.5]}, r"dilation=\[1, 1.5\]: expected int | "),
         ({"kind": "xl", "memory": -1}, "memory=-1"),
+        ({"kind": "xl", "memory": 1.5}, "memory=1.5: expected int"),
+        ({"kind": "xl", "memory": "abc"}, "memory='abc': expected int"),
+        ({"kind": "xl", "memory": 4, "same_length": 1}, "same_length=1: expected bool"),
         ({"kind": "xl", "memory": 0, "same_length": True}, "memory=0"),
         ({"kind": "xl", "memory": 4, "clamp": 0}, "clamp=0"),
         ({"kind": "compressive", "memory": 4, "compressed": 4, "rate": 0}, "rate=0"),

@@ -115,7 +115,9 @@ def test_sampling_obeys_its_limits():
     torch.testing.assert_close(sharp, (logits * 2).softmax(-1))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"seed": 2**70}]
+)
 def test_wrong_sampling_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampler(**wrong)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from longspan.models import LongspanDecoderConfig, LongspanForCausalLM
-from longspan.tasks.bits import bits, by_document, sliding_nats, streamed_nats
-from longspan.tasks.charlm import with_attention
+from longspan.tasks.bits import bits, sliding_nats, streamed_nats
+from longspan.tasks.charlm import by_document, with_attention
+from longspan.train.recipe import Evaluation
 
 TEXT = np.random.default_rng(0).integers(97, 107, 101).astype(np.uint8)
 
@@ -66,13 +67,27 @@ def test_several_streams_score_every_byte_once():
         torch.testing.assert_close(found[begin:end], whole[begin:end], rtol=1e-4, atol=1e-4)
 
 
-def test_documents_start_afresh():
+@pytest.mark.parametrize("kind", ["streamed", "sliding"])
+def test_documents_start_afresh(kind):
     made = model({"kind": "full"})
     text = TEXT.copy()
     text[40] = 0
-    found = by_document(made, text, length=8)
+    found = by_document(made, text, Evaluation(kind, length=100, stride=8, batch=2))
     assert [size for size, _ in found] == [41, 60]
     assert found[1][1] == pytest.approx(bits(at_once(made, text[41:])), rel=1e-4)
+
+
+def test_documents_are_measured_as_the_recipe_says():
+    """With the memory that it evaluates with, and no more context than its windows."""
+    made, longer = model({"kind": "xl", "memory": 2}), {"memory": 200}
+    streamed = Evaluation("streamed", length=7, batch=3, attention=longer)
+    ((_, found),) = by_document(made, TEXT, streamed)
+    assert found == pytest.approx(bits(at_once(made)), rel=1e-4)
+    dense = model({"kind": "full"})
+    ((_, found),) = by_document(dense, TEXT, Evaluation("sliding", length=16, stride=4, batch=3))
+    windows = sliding_nats(dense, TEXT, length=16, stride=4, batch=3)
+    assert found == pytest.approx(bits(windows), rel=1e-6)
+    assert found != pytest.approx(bits(at_once(dense)), rel=1e-4)
 
 
 def test_knowing_nothing_costs_eight_bits():

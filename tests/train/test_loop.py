@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,35 @@ def test_resumed_runs_lose_nothing(kind, tmp_path):
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert found["bits_per_character"] > 0
+
+
+def test_memories_are_for_as_many_processes(tmp_path):
+    made = recipe("compressive", save_every=1)
+    broken = Interrupting(made, CORPUS)
+    broken.stop_at = 6
+    with pytest.raises(StoppedError):
+        train(made, broken, tmp_path, console=QUIET)
+    folder = checkpoint.find(tmp_path)
+    assert folder is not None
+    shutil.copy(folder / "state-0.safetensors", folder / "state-1.safetensors")
+    with pytest.raises(ValueError, match="memories of 2 processes: resume it with as many, not 1"):
+        go(made, tmp_path, resume=True)
+
+
+def test_what_a_kill_left_unfinished_is_not_built_upon(tmp_path):
+    """A file of an earlier attempt must not end up in a checkpoint."""
+    made = recipe("window", steps=1, save_every=1)
+    broken = Interrupting(made, CORPUS)
+    broken.stop_at = 4
+    with pytest.raises(StoppedError):
+        train(made, broken, tmp_path, console=QUIET)
+    torn = checkpoint.unfinished(checkpoint.folder_of(tmp_path, made.steps))
+    torn.mkdir()
+    (torn / "state-1.safetensors").write_bytes(b"half of it")
+    go(made, tmp_path, resume=True)
+    last = checkpoint.folder_of(tmp_path, made.steps)
+    assert checkpoint.find(tmp_path) == last
+    assert not (last / "state-1.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -274,6 +304,28 @@ def test_what_cannot_run_is_said_before_it_does(tmp_path):
         CharLM(change(made, {"phases.0.steps": 0}), CORPUS)
     with pytest.raises(ValueError, match="--data PATH"):
         CharLM(replace(made, data=Source("file")))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model.hidden_size", "abc", "model.hidden_size='abc': expected int"),
+        ("model.vocab_size", 10, "there are 256 bytes"),
+        ("model.attention.0.lft", 4, "model: layer 0: .* did you mean left"),
+        ("phases.1.windows", [1, 2, 3], "phases.1.windows: 3 windows for 2 layers"),
+        ("phases.0.warmup", -1, "phases.0.warmup=-1"),
+        ("optimizer.betas", [2.0, 0.9], "optimizer: Invalid beta"),
+        ("evaluation.attention.memry", 4, "evaluation.attention: layer 0: .* no option 'memry'"),
+        ("evaluation.stride", 17, "evaluation.stride=17: from 1 to evaluation.length=16"),
+        ("evaluation.length", 0, "evaluation.length=0"),
+        ("evaluation.batch", 0, "evaluation.batch=0"),
+        ("evaluation.limit", -1, "evaluation.limit=-1"),
+        ("save_every", -1, "save_every=-1"),
+    ],
+)
+def test_what_would_fail_late_is_said_at_once(setting, value, message):
+    with pytest.raises(ValueError, match=message):
+        CharLM(change(recipe("window", steps=1), {setting: value}), CORPUS)
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):

@@ -27,6 +27,7 @@ def test_values_are_replaced():
             "compile=model",
             "data.path=/some/where",
             "phases.0.windows=[1,2]",
+            "model.attention.0.clamp=9",
         ]
     )
     changed = change(RECIPE, settings)
@@ -34,6 +35,7 @@ def test_values_are_replaced():
     assert changed.phases[0].windows == (1, 2)
     assert changed.phases[2] == RECIPE.phases[2]
     assert changed.model["hidden_size"] == 64
+    assert changed.model["attention"][0]["clamp"] == 9
     assert (changed.optimizer.kind, changed.optimizer.clip) == ("muon", 1.0)
     assert changed.compile == "model"
     assert changed.data.path == "/some/where"

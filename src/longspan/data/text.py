@@ -66,6 +66,8 @@ def read(source: Source) -> Corpus:
     for name, part in corpus._asdict().items():
         if len(part) < 2:
             raise ValueError(f"{source.path or 'the corpus'} leaves no text for {name}")
+    if source.limit is not None and source.limit < 1:
+        raise ValueError(f"data.limit={source.limit} must be at least 1; null = all of the text")
     return corpus._replace(train=corpus.train[: source.limit])
 
 
@@ -76,15 +78,18 @@ def read_documents(path: Path) -> Iterator[bytes]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a .jsonl file, plain or .xz or .gz")
     opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    with opener(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = json.loads(line)["text"].encode()
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(
-                    f'{path}, line {number}: not a JSON object with a "text"; is it JSON lines?'
-                ) from None
-            yield text.replace(bytes([SEPARATOR]), b"")
+    number = 0
+    try:
+        with opener(path, "rb") as lines:
+            for line in lines:
+                number += 1
+                yield json.loads(line)["text"].encode().replace(bytes([SEPARATOR]), b"")
+    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path} cannot be unpacked: {error}; is it whole?") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f'{path}, line {number}: not a JSON object with a "text"; is it JSON lines?'
+        ) from None
 
 
 def split_documents(text: Bytes) -> list[Bytes]:

@@ -2,8 +2,8 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
@@ -101,7 +101,7 @@ def _build(
 
 
 def _check_options(layer: Callable[..., Any], kind: str, options: Mapping[str, Any]) -> None:
-    """A misspelt or missing option is named, with those that there are."""
+    """An option that is misspelt, missing or of a wrong type is named, and what would be right."""
     _, _, *taken = inspect.signature(layer).parameters.values()
     names = [one.name for one in taken]
     for name in options:
@@ -109,6 +109,24 @@ def _check_options(layer: Callable[..., Any], kind: str, options: Mapping[str, A
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"attention kind {kind!r} has no option {name!r}; {hint}")
+    for one in taken:
+        if one.name in options and not _fits(options[one.name], one.annotation):
+            wanted = getattr(one.annotation, "__name__", str(one.annotation))
+            raise ValueError(f"{one.name}={options[one.name]!r}: expected {wanted}")
     missing = [one.name for one in taken if one.default is one.empty and one.name not in options]
     if missing:
         raise ValueError(f"attention kind {kind!r} needs {' and '.join(missing)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of the type that a layer's option has, or, from JSON, a list of such."""
+    one_of = get_args(kind)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return any(
+            all(_fits(own, get_args(one)[0]) for own in value) for one in one_of if get_args(one)
+        )
+    if one_of:
+        return any(_fits(value, one) for one in one_of if not get_args(one))
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)

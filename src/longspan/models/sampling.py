@@ -29,6 +29,8 @@ class Sampler:
             raise ValueError(f"top_k={self.top_k} must be at least 1; None = all")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must not be negative, and below 2**63")
 
     def generator(self, device: torch.device) -> torch.Generator:
         made = torch.Generator(device)

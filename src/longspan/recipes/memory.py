@@ -1,7 +1,8 @@
 """Transformer-XL and the Compressive Transformer, as published.
 
 Two things differ from the originals: the biases of relative positions are each layer's own, and
-the vocabulary is all 256 bytes.
+the vocabulary is all 256 bytes. Their models of words (WikiText-103, PG-19) are not here: recipes
+read bytes.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Bits per character of a text: by overlapping windows, in a stream, or document by document."""
+"""Bits per character of a text: by overlapping windows, or in a stream."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
-from longspan.data.text import Bytes, split_documents
+from longspan.data.text import Bytes
 from longspan.models.decoder import LongspanForCausalLM
 
 
@@ -73,18 +73,6 @@ def row_nats(model: LongspanForCausalLM, rows: np.ndarray, segment: int | None =
         return _read(model, rows, segment, None)[0]
     read = _tensor(rows, model)
     return _nats(model(read[:, :-1]).logits, read[:, 1:])
-
-
-def by_document(
-    model: LongspanForCausalLM, text: Bytes, *, length: int, batch: int = 1
-) -> list[tuple[int, float]]:
-    """(bytes, bits per character) of each document, every one read from its beginning."""
-    found = []
-    for document in split_documents(text):
-        if len(document) > 1:
-            nats = streamed_nats(model, document, length=length, batch=batch)
-            found.append((len(document), bits(nats)))
-    return found
 
 
 def bits(nats: Tensor) -> float:

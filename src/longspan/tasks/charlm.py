@@ -2,7 +2,9 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +16,13 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from longspan.data.segments import Shuffled, Streams
-from longspan.data.text import Bytes, Corpus, read
+from longspan.data.text import Bytes, Corpus, read, split_documents
 from longspan.models.decoder import DecoderState, LongspanForCausalLM
 from longspan.models.decoder_config import LongspanDecoderConfig
 from longspan.models.sampling import Sampler
 from longspan.tasks.bits import bits, sliding_nats, streamed_nats
-from longspan.train.recipe import Evaluation, Phase, Recipe, unknown
+from longspan.train.optim import build_optimizers
+from longspan.train.recipe import Evaluation, Phase, Recipe, fit, unknown
 from longspan.train.task import BITS, Loss
 
 # Layers that learn from what earlier segments left them: segments then follow one another.
@@ -39,9 +42,22 @@ class CharLM:
         _check(recipe)
         self.recipe = recipe
         self.config = _config(recipe.model)
+        self._try_out()
         self.corpus = read(recipe.data) if corpus is None else corpus
         self.recurrent = any(s["kind"] in _RECURRENT for s in self.config.attention)
         self._segments = [self._cut(phase) for phase in recipe.phases]
+
+    def _try_out(self) -> None:
+        """Find on a model without memory what else would be found only in the course of the run."""
+        with torch.device("meta"):
+            model = self.build()
+        for number, phase in enumerate(self.recipe.phases):
+            with _named(f"phases.{number}.windows"):
+                self.enter(model, phase)
+        with _named("evaluation.attention"):
+            with_attention(model, self.recipe.evaluation.attention)
+        with _named("optimizer"):
+            build_optimizers(model, self.recipe.optimizer)
 
     def _cut(self, phase: Phase) -> Shuffled | Streams:
         text = self.corpus.train
@@ -127,6 +143,18 @@ def evaluate(model: LongspanForCausalLM, text: Bytes, settings: Evaluation) -> T
     )
 
 
+def by_document(
+    model: LongspanForCausalLM, text: Bytes, settings: Evaluation
+) -> list[tuple[int, float]]:
+    """(bytes, bits per character) of each document by itself, measured as the recipe says."""
+    model = with_attention(model, settings.attention)
+    # A stream is one: every document is read from its beginning.
+    batch = 1 if settings.kind == "streamed" else settings.batch
+    settings = replace(settings, attention={}, batch=batch)
+    documents = [document for document in split_documents(text) if len(document) > 1]
+    return [(len(one), bits(evaluate(model, one, settings))) for one in documents]
+
+
 def with_attention(model: LongspanForCausalLM, changes: Mapping[str, Any]) -> LongspanForCausalLM:
     """The same weights in a model whose attention layers have some other options, a longer
     memory, say. The weights are shared, not copied, unless they lie in shards."""
@@ -158,10 +186,21 @@ def _config(settings: Mapping[str, Any]) -> LongspanDecoderConfig:
     for name in settings:
         if name not in _settings():
             raise ValueError(unknown(f"model.{name}", name, _settings()))
+    kinds = LongspanDecoderConfig.__annotations__
+    fitting = {name: fit(value, kinds[name], f"model.{name}") for name, value in settings.items()}
+    if fitting.get("vocab_size", 256) < 256:
+        raise ValueError(f"model.vocab_size={fitting['vocab_size']}: there are 256 bytes")
+    with _named("model"):
+        return LongspanDecoderConfig(**copy.deepcopy(fitting))
+
+
+@contextmanager
+def _named(setting: str) -> Iterator[None]:
+    """Errors say which setting they are about."""
     try:
-        return LongspanDecoderConfig(**copy.deepcopy(dict(settings)))
-    except TypeError as error:
-        raise ValueError(f"model: {error}") from None
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{setting}: {error}") from None
 
 
 def _check(recipe: Recipe) -> None:
@@ -171,8 +210,9 @@ def _check(recipe: Recipe) -> None:
             raise ValueError(f"{name}={getattr(recipe, name)} must be at least 1")
     if not (recipe.minutes >= 0 and math.isfinite(recipe.minutes)):
         raise ValueError(f"minutes={recipe.minutes} must not be negative; 0 = by steps")
-    if recipe.seed < 0:
-        raise ValueError(f"seed={recipe.seed} must not be negative")
+    for name in ("seed", "save_every", "sample_every"):
+        if getattr(recipe, name) < 0:
+            raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
     if not recipe.phases:
         raise ValueError("phases: there must be at least one")
     for number, phase in enumerate(recipe.phases):
@@ -181,3 +221,19 @@ def _check(recipe: Recipe) -> None:
                 raise ValueError(f"phases.{number}.{name}={getattr(phase, name)}: at least 1")
         if not (phase.learning_rate > 0 and math.isfinite(phase.learning_rate)):
             raise ValueError(f"phases.{number}.learning_rate={phase.learning_rate}: above 0")
+        if phase.warmup < 0:
+            raise ValueError(f"phases.{number}.warmup={phase.warmup} must not be negative")
+    _check_evaluation(recipe.evaluation)
+
+
+def _check_evaluation(settings: Evaluation) -> None:
+    for name in ("length", "batch"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"evaluation.{name}={getattr(settings, name)}: at least 1")
+    for name in ("every", "limit"):
+        if getattr(settings, name) < 0:
+            raise ValueError(f"evaluation.{name}={getattr(settings, name)} must not be negative")
+    if settings.kind == "sliding" and not 1 <= settings.stride <= settings.length:
+        raise ValueError(
+            f"evaluation.stride={settings.stride}: from 1 to evaluation.length={settings.length}"
+        )

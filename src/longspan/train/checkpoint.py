@@ -66,6 +66,12 @@ def finish(folder: Path, progress: Mapping[str, Any], keep: set[int]) -> None:
             shutil.rmtree(other)
 
 
+def clear(run: Path) -> None:
+    """Delete what a run that was killed while saving has left."""
+    for torn in (run / "checkpoints").glob("step-*.tmp"):
+        shutil.rmtree(torn)
+
+
 def find(run: Path, which: str = "last") -> Path | None:
     """The "last" checkpoint of a run or its "best" one; None if there is none yet."""
     folders = sorted((run / "checkpoints").glob("step-????????"))

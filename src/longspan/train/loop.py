@@ -309,6 +309,7 @@ def _prepare_folder(recipe: Plan, run: Path, resume: bool) -> None:
                 f"{run} was begun with other settings ({', '.join(differing)}): resume it with "
                 "the same ones, or name another folder"
             )
+        checkpoint.clear(run)
         return
     if resume:
         raise ValueError(f"{run} holds no run to resume")
@@ -372,6 +373,12 @@ def _save(
 def _load_states(
     task: Task, plain: Any, folder: Path, accelerator: Accelerator, parts: int
 ) -> list[Any]:
+    files = [*folder.glob("state-*.safetensors")]
+    if len(files) != accelerator.num_processes and any(map(checkpoint.load_tensors, files)):
+        raise ValueError(
+            f"{folder} holds the memories of {len(files)} processes: resume it with as many, not "
+            f"{accelerator.num_processes}"
+        )
     path = folder / f"state-{accelerator.process_index}.safetensors"
     packed = checkpoint.load_tensors(path) if path.exists() else {}
     states = []

@@ -161,7 +161,7 @@ _Kind = TypeVar("_Kind", bound=Plan)
 
 def from_dict(values: Mapping[str, Any], kind: type[_Kind] = Recipe) -> _Kind:
     """A recipe from plain values, or an error that names what does not fit."""
-    return _fit(values, kind, "")
+    return fit(values, kind, "")
 
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:
@@ -194,9 +194,9 @@ def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
             values["attention"] = {"kind": values["attention"]}  # which now gets an option
         for depth, name in enumerate(path):
             inside = inside[_place(inside, name, ".".join(path[: depth + 1]))]
-        # Model settings and evaluation.attention are open: what is not given has a default.
-        is_open = path in _OPEN and isinstance(inside, dict)
-        inside[last if is_open else _place(inside, last, key)] = value
+        # Such settings are open: what is not given has a default.
+        is_open = path in _OPEN or path[:2] == ["model", "attention"]
+        inside[last if is_open and isinstance(inside, dict) else _place(inside, last, key)] = value
     return from_dict(values, type(recipe))
 
 
@@ -220,7 +220,7 @@ def unknown(key: str, name: str, known: Any) -> str:
     return f"{key} is unknown; {hint}"
 
 
-def _fit(value: Any, kind: Any, where: str) -> Any:
+def fit(value: Any, kind: Any, where: str) -> Any:
     """`value` as the type `kind`, or an error that says where it does not fit."""
     origin, options = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -230,7 +230,7 @@ def _fit(value: Any, kind: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in options:
             return None
-        return _fit(value, next(o for o in options if o is not type(None)), where)
+        return fit(value, next(o for o in options if o is not type(None)), where)
     if origin is Literal:
         if value not in options:
             raise ValueError(f"{where}={value!r}: choose from {', '.join(map(str, options))}")
@@ -242,7 +242,7 @@ def _fit(value: Any, kind: Any, where: str) -> Any:
             raise ValueError(f"{where}={value!r}: expected {len(options)} values")
         kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
         return tuple(
-            _fit(v, k, f"{where}.{i}") for i, (v, k) in enumerate(zip(value, kinds, strict=True))
+            fit(v, k, f"{where}.{i}") for i, (v, k) in enumerate(zip(value, kinds, strict=True))
         )
     if origin is dict:
         if not isinstance(value, Mapping):
@@ -262,7 +262,7 @@ def _fit_dataclass(value: Any, kind: Any, where: str) -> Any:
     for name in value:
         if name not in hints:
             raise ValueError(unknown(f"{where}.{name}".lstrip("."), name, hints))
-    fitted = {n: _fit(v, hints[n], f"{where}.{n}".lstrip(".")) for n, v in value.items()}
+    fitted = {n: fit(v, hints[n], f"{where}.{n}".lstrip(".")) for n, v in value.items()}
     try:
         return kind(**fitted)
     except TypeError as error:
