@@ -1,5 +1,6 @@
 """The fused kernels of listed attention, beside the same in PyTorch's operations."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 
 # The interpreter's products of bfloat16 are garbage.
 HALVES = [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+SERVES = listed_fused.serves
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +207,17 @@ def test_it_compiles_whole():
 
     found = torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
     torch.testing.assert_close(found, attend(*tensors))
+
+
+def test_who_serves_can_be_asked_while_compiling():
+    about = {"dtype": torch.float16, "device": torch.device("cpu"), "shape": (1, 1, 1, 64)}
+    like: Any = SimpleNamespace(is_cuda=True, **about)
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if SERVES(like) else x
+
+    compiled: Any = torch.compile(ask, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(torch.zeros(1)), ask(torch.zeros(1)))
 
 
 def test_nothing_to_attend():

@@ -6,7 +6,6 @@ so the last bits of the gradients of keys and values differ from run to run. Not
 
 import math
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,7 @@ LOG2E = math.log2(math.e)
 
 
 def serves(query: Tensor) -> bool:
-    if not query.is_cuda or find_spec("triton") is None:
-        return False
-    return refuse_triton(query.device, query.dtype, query.shape[3]) is None
+    return query.is_cuda and refuse_triton(query.device, query.dtype, query.shape[3]) is None
 
 
 class Asked(NamedTuple):
