@@ -49,6 +49,7 @@ def test_help_has_an_example_with_options_that_exist(name: str) -> None:
 def test_doctor_names_every_backend() -> None:
     output = invoke("doctor")
     assert "auto picks it" in output
+    assert "[" not in output, "markup is drawn, not shown"
     for backend in BACKENDS:
         assert backend.name in output
 
@@ -157,6 +158,7 @@ def test_report_redraws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     figure.unlink()
     output = invoke("bench", "report", str(tmp_path / f"{name}-cpu.json"))
     assert "Targets" in output
+    assert "[/]" not in output, "markup is drawn, not shown"
     assert figure.read_bytes() == before
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from longspan import machine
 from longspan.ops.backends import choose
@@ -67,7 +68,7 @@ def show(findings: dict[str, Any], console: Console) -> None:
     """Print what `examine` found."""
     table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
     for name, version in findings["versions"].items():
-        table.add_row(name, version or "[dim]not there[/]")
+        table.add_row(name, version or Text("not there", "dim"))
     console.print(table)
     for device in findings["devices"]:
         _show_device(device, console)
@@ -91,8 +92,8 @@ def _show_device(device: dict[str, Any], console: Console) -> None:
     table.add_column("what it is")
     table.add_column("here")
     for backend in device["backends"]:
-        here = "[green]can run[/]" if backend["refusal"] is None else backend["refusal"]
+        here = Text(backend["refusal"] or "can run", "" if backend["refusal"] else "green")
         if backend["name"] == device["auto"]:
-            here += " [bold](auto picks it)[/]"
+            here.append(" (auto picks it)", "bold")
         table.add_row(backend["name"], backend["summary"], here)
     console.print(table)

@@ -14,7 +14,7 @@ def show(results: Results, console: Console) -> None:
     for table in results.benchmark.tables(results):
         console.print(table)
     for failure in _failures(results):
-        console.print(f"[red]{failure}[/]")
+        console.print(Text(failure, "red"))
     known = [claim for claim in results.benchmark.claims(results) if claim.met is not None]
     if known:
         console.print(_claims_table(known))
@@ -64,7 +64,7 @@ def _claims_table(claims: list[Claim]) -> Table:
     table.add_column("measured", justify="right")
     table.add_column("")
     for claim in claims:
-        verdict = "[green]met[/]" if claim.met else "[red]not met[/]"
+        verdict = Text("met", "green") if claim.met else Text("not met", "red")
         sign = ">=" if claim.at_least else "<="
         table.add_row(
             claim.text,

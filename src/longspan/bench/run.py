@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from longspan import machine
 from longspan.bench.benchmark import Benchmark, Case, Contender, Job, Pass, Point, Settings
@@ -43,7 +44,8 @@ def run(
         head |= benchmark.findings(quick)
     results, discarded = (Results(head), None) if fresh else resume(path, head)
     if discarded:
-        console.print(f"[yellow]starting over:[/] {discarded}", soft_wrap=True, highlight=False)
+        told = Text.assemble(("starting over:", "yellow"), f" {discarded}")
+        console.print(told, soft_wrap=True)
     groups = list(_groups(benchmark, jobs, settings.device, results))
     total = sum(len(contenders) for _, _, contenders in groups)
     if results.points:
