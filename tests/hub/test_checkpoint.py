@@ -213,6 +213,7 @@ def test_the_report_is_the_difference(bert: Path, tmp_path: Path) -> None:
     assert [p.what for p in made.parity] == ["random tokens", "'the cat'"]
     assert [p.tokens for p in made.parity] == [17, 4]
     assert all(p.largest < 2e-5 for p in made.parity)
+    assert all(p.exact is not None and p.exact < 1e-12 for p in made.parity)
     assert made.positions == (40, 320)
     # A model that is not equal must not look equal.
     import transformers
@@ -221,7 +222,10 @@ def test_the_report_is_the_difference(bert: Path, tmp_path: Path) -> None:
     ours: Any = longspan.convert(theirs, window=32)
     with torch.no_grad():
         ours.encoder.layers[1].attention.qkv.weight.mul_(1.5)
-    assert parity(theirs, ours)[0].largest > 1e-4
+    (report,) = parity(theirs, ours)
+    assert report.largest > 1e-4
+    assert report.exact is not None
+    assert report.exact > 1e-4
 
 
 def test_a_long_text_is_not_cut_silently(bert: Path, tmp_path: Path) -> None:

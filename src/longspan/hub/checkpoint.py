@@ -29,13 +29,15 @@ from longspan.models.loading import read_config
 
 @dataclass(frozen=True)
 class Parity:
-    """The largest difference between the outputs of two models on one input, and the size of
-    these outputs: rounding errors grow with it."""
+    """The largest difference between the outputs of two models on one input, in float32, and the
+    size of these outputs: rounding errors grow with it. `exact` is the difference in float64, where
+    there are hardly any, if it was looked at."""
 
     what: str
     tokens: int
     largest: float
     size: float
+    exact: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,19 @@ def parity(
     texts: Sequence[str] = (),
     seed: int = 0,
 ) -> list[Parity]:
-    """Compare outputs in float32 on input that fits the window: random ids, then given texts."""
+    """Compare outputs in float32, then in float64, on input that fits the window: random ids, then
+    given texts."""
     theirs, ours = copy.deepcopy(theirs).float().eval(), copy.deepcopy(ours).float().eval()
     window = _window(theirs, ours)
     assert window is not None  # what `convert` makes has them
     fits = min(window // 2 + 1, ours.config.longest or 512, _trained(theirs))
-    inputs = _inputs(ours, tokenizer, texts, fits, seed)
-    return [Parity(what, ids.shape[1], *_difference(theirs, ours, ids)) for what, ids in inputs]
+    inputs = list(_inputs(ours, tokenizer, texts, fits, seed))
+    found = [_difference(theirs, ours, ids) for _, ids in inputs]
+    theirs, ours = theirs.double(), ours.double()
+    return [
+        Parity(what, ids.shape[1], *rounded, exact=_difference(theirs, ours, ids)[0])
+        for (what, ids), rounded in zip(inputs, found, strict=True)
+    ]
 
 
 def _inputs(

@@ -30,11 +30,12 @@ def show(made: Conversion, console: Console) -> None:
 def _parity(made: Conversion) -> Table:
     table = Table(title="Outputs of the two models, float32", title_justify="left")
     table.add_column("on")
-    table.add_column("tokens", justify="right")
-    table.add_column("largest difference", justify="right")
-    table.add_column("largest output", justify="right")
+    for name in ("tokens", "largest difference", "in float64", "largest output"):
+        table.add_column(name, justify="right")
     for row in made.parity:
-        table.add_row(row.what, f"{row.tokens:,}", f"{row.largest:.1e}", f"{row.size:.3g}")
+        exact = "" if row.exact is None else f"{row.exact:.1e}"
+        numbers = (f"{row.largest:.1e}", exact, f"{row.size:.3g}")
+        table.add_row(row.what, f"{row.tokens:,}", *numbers)
     return table
 
 
