@@ -61,7 +61,7 @@ def rehearse(run: Callable[[], object], times: int = 1) -> None:
         raise RecordingError(str(error).strip().splitlines()[0]) from error
     finally:
         _on_waiting(before)
-    torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(aside)
 
 
 def record(run: Callable[[], Made], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Made]:

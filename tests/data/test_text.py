@@ -77,6 +77,11 @@ def test_what_is_wrong_is_said(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot be unpacked"):
             read(Source("documents", str(tmp_path / name)))
+    whole = bytearray(gzip.compress(b'{"text": "fine"}\n' * 99))
+    whole[12:40] = bytes(28)  # damaged behind its head
+    (tmp_path / "a.jsonl.gz").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz cannot be unpacked"):
+        read(Source("documents", str(tmp_path / "a.jsonl.gz")))
     cut = lzma.compress(b'{"text": "fine"}\n' * 9)[:-9]
     (tmp_path / "a.jsonl.xz").write_bytes(cut)
     with pytest.raises(ValueError, match=r"a\.jsonl\.xz cannot be unpacked.* is it whole"):

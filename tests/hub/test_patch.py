@@ -174,6 +174,15 @@ def test_a_new_mask_is_seen():
         del chosen, given
 
 
+def test_inference_mode():
+    stock, fast = longformer(), patch(longformer())
+    ids = torch.randint(3, 30, (1, 20))
+    with torch.inference_mode():
+        given = {"input_ids": ids, "attention_mask": (torch.arange(20) < 15).long()[None]}
+        ours, theirs = (model(**given).last_hidden_state for model in (fast, stock))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
 def test_others_are_refused():
     with pytest.raises(TypeError, match=r"Linear has no Longformer attention.*LED"):
         patch(torch.nn.Linear(2, 2))

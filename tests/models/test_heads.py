@@ -182,6 +182,15 @@ def test_losses_of_packed_documents(head):
     torch.testing.assert_close(model(tokens, **more, **told).loss, wanted)
 
 
+def test_a_position_for_each_document():
+    model, tokens = build("ForQuestionAnswering"), torch.randint(4, VOCAB, (1, 12))
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match="1 positions of answers for the 2 documents"):
+        model(tokens, cu_seqlens=torch.tensor([0, 4, 12]), start_positions=one, end_positions=one)
+    with pytest.raises(ValueError, match="choices=5, but input_ids has 2"):
+        build("ForMultipleChoice")(torch.randint(4, VOCAB, (1, 2, 12)), choices=5)
+
+
 def packed_rows(head, given):
     """A padded batch packed, and how to call a head with it."""
     mask, ids = (given[name].flatten(0, -2) for name in ("attention_mask", "input_ids"))

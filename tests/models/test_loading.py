@@ -168,6 +168,11 @@ def test_a_model_of_another_library_on_the_hub(tmp_path, monkeypatch):
     assert isinstance(convert(name), LongspanModel)
 
 
+def test_a_folder_that_is_not_there_is_not_a_pickle(tmp_path):
+    with pytest.raises(OSError, match="my-safetensors"):
+        LongspanModel.from_pretrained(tmp_path / "my-safetensors")
+
+
 def test_a_pickle_on_the_hub_is_never_loaded(tmp_path, monkeypatch):
     here = tmp_path / "here"
     model = transformers.BertModel(transformers.BertConfig(**short_sizes()))

@@ -307,3 +307,22 @@ def test_what_does_not_fit_is_named():
         clustered_attention(query, key, value, clusters[:, :7], size=4)
     with pytest.raises(ValueError, match="neither with before nor with valid"):
         clustered_attention(query, key, value, clusters, size=4, before=1, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_no_number_stays_in_its_document(causal):
+    query, key, value = (torch.randn(2, 13, 2, 4) for _ in range(3))
+    clusters = torch.randint(0, 3, (2, 13, 2, 3))
+    how: Any = {"size": 4, "before": 0 if causal else 1, "causal": causal}
+    right = clustered_attention(query, key, value, clusters, **how)[1]
+    value[0, 0] = torch.inf
+    assert torch.equal(clustered_attention(query, key, value, clusters, **how)[1], right)
+
+
+def test_second_derivatives_are_refused():
+    """Not left out, as they would be of a sum of which another part has them."""
+    query, key, value = (torch.randn(1, 12, 2, 4, requires_grad=True) for _ in range(3))
+    clusters = torch.randint(0, 3, (1, 12, 2, 2))
+    out = clustered_attention(query, key, value, clusters, size=4)
+    with pytest.raises(RuntimeError, match="gradients can be taken once"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)

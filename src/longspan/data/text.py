@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def read_documents(path: Path) -> Iterator[bytes]:
             for line in lines:
                 number += 1
                 yield json.loads(line)["text"].encode().replace(bytes([SEPARATOR]), b"")
-    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path} cannot be unpacked: {error}; is it whole?") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(

@@ -138,7 +138,9 @@ _seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def _described(
     hidden: Tensor, masked: Tensor | None, chosen: Tensor | None
 ) -> tuple[Visibility, Tensor | None]:
-    if masked is None or torch.compiler.is_compiling():
+    # What inference mode makes has no version, by which a change would be noticed.
+    unknown = any(one is not None and one.is_inference() for one in (masked, chosen))
+    if masked is None or unknown or torch.compiler.is_compiling():
         return _describe(hidden, masked, chosen)
     versions = masked._version, None if chosen is None else chosen._version
     known = _seen.get(masked)

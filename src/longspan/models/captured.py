@@ -163,10 +163,10 @@ class _Captured:
                         "gradient checkpointing asks for the state of random numbers, which no "
                         "graph can give"
                     )
-                return _Recording(forward, call.tensors, learning)
+                recording = _Recording(forward, call.tensors, learning)
             except graphs.RecordingError as reason:
+                recording = None
                 warnings.warn(f"a call was not captured and runs as ever: {reason}", stacklevel=5)
-                return None
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # who knows what state the device is in
@@ -174,9 +174,10 @@ class _Captured:
                     "recording a call of the captured model failed: begin again without "
                     "longspan.capture"
                 ) from error
-            finally:  # a call to be counted, say, was made only to record it
-                for buffer, value in before:
-                    buffer.copy_(value)
+            # A call to be counted, say, was made only to record it.
+            for buffer, value in before:
+                buffer.copy_(value)
+            return recording
 
     def __reduce__(self) -> Any:
         return _same, (self.plain,)  # a copy has other weights

@@ -381,6 +381,8 @@ class LongspanForMultipleChoice(_Head):
             if not isinstance(given, Tensor) or given.dim() < 3:
                 got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
                 raise ValueError(f"input_ids must be a tensor [batch, choices, tokens], got {got}")
+            if choices not in (None, given.shape[1]):
+                raise ValueError(f"choices={choices}, but input_ids has {given.shape[1]} of them")
             choices = given.shape[1]
             rows = [one.flatten(0, 1) if isinstance(one, Tensor) else one for one in rows]
         elif choices is not None and (choices < 1 or (len(cu_seqlens) - 1) % choices):
@@ -433,6 +435,11 @@ def _place_loss(logits: Tensor, place: Tensor, cu_seqlens: Tensor | None) -> Ten
     tokens = logits.shape[1]
     place = place.to(logits.device).view(-1).clamp(0, tokens)
     if cu_seqlens is not None:
+        if len(place) != len(cu_seqlens) - 1:
+            raise ValueError(
+                f"{len(place)} positions of answers for the {len(cu_seqlens) - 1} documents of "
+                "cu_seqlens: give one for each"
+            )
         bounds = cu_seqlens.to(logits.device).long()
         start, stop = bounds[:-1, None], bounds[1:, None]
         token = torch.arange(tokens, device=logits.device)

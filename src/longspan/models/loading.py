@@ -32,7 +32,7 @@ def load_weights(
         if folder.is_dir():
             lacking = not any(folder.rglob("*.safetensors"))
         else:  # transformers would have us load a pickle
-            lacking = "safetensors" in str(error)
+            lacking = "safetensors" in str(error).replace(str(source), "")
         if not lacking:
             raise
         found = [path.name for path in folder.glob("*.bin")]

@@ -39,7 +39,7 @@ def clustered_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """[batch, queries, heads, head_dim]; rows of padding are zero.
+    """[batch, queries, heads, head_dim]; rows of padding are zero. Gradients can be taken once.
 
     Args:
         query: [batch, queries, heads, head_dim]; causally they may be fewer than the keys, and are

@@ -87,7 +87,9 @@ def _lay_out(clusters: Tensor, causal: bool, valid: Tensor | None, asked: Asked)
     if valid is not None:
         empty = ~valid[:, None].expand_as(order).gather(-1, order)
     around = (before * size, chunks * size - tokens)
-    rows = pad((row * tokens + order) * heads + head, around)
+    # Places without a token read the first of their own document: of another's, weight 0 times
+    # what is not a number would not be 0.
+    rows = (row * tokens + pad(order, around)) * heads + head
     back = slot + ((row * heads + head) * (before + chunks) + before) * size
     return _Laid(
         rows.flatten(1),
@@ -202,8 +204,9 @@ class _Rounds(torch.autograd.Function):
         return out.to(query.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # by create_graph; torch's own decorator may say nothing
+            raise RuntimeError("clustered_attention: gradients can be taken once, not of gradients")
         query, key, value, out, lse, *others = ctx.saved_tensors
         laid, kept, asked = _Laid(*others[:4]), iter(others[4:]), ctx.asked
         size, dtype = asked.size, out.dtype
