@@ -2,7 +2,10 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longspan.data.examples import Examples, Order, Skips, read_examples
 
@@ -68,3 +71,24 @@ def test_skips_are_counted_by_reason():
         "skipped 5, empty: line 0; line 1; line 2; ...",
         "skipped 1, odd: line 9",
     ]
+
+
+@given(st.integers(1, 60), st.integers(1, 7), st.integers(0, 5), st.integers(0, 3), st.data())
+def test_batches_of_like_length_take_every_example_once(count, batch, alike, seed, data):
+    lengths = np.array(data.draw(st.lists(st.integers(1, 99), min_size=count, max_size=count)))
+    order = Order(count, batch, seed, lengths, alike)
+    steps = -(-3 * count // batch)
+    taken = [place for step in range(steps) for place in order.take(step, range(batch))]
+    for epoch in range(3):
+        assert sorted(taken[epoch * count : (epoch + 1) * count]) == list(range(count))
+    # A step is what it is, whatever was asked for before.
+    assert Order(count, batch, seed, lengths, alike).take(steps - 1, range(batch)) == taken[-batch:]
+
+
+def test_batches_of_like_length_spare_padding():
+    lengths = np.random.default_rng(0).integers(1, 1000, 1000)
+
+    def padded(order):
+        return sum(lengths[order.take(step, range(8))].max() for step in range(3 * 125))
+
+    assert padded(Order(1000, 8, 0, lengths, 50)) < 0.6 * padded(Order(1000, 8, 0))

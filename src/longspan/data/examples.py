@@ -119,10 +119,17 @@ def _read(path: str, understand: Callable[[Row], Iterator[Example]]) -> list[lis
 
 
 class Order:
-    """Which examples a step takes: a function of the step alone, in another order each pass."""
+    """Which examples a step takes: a function of the step alone, in another order each pass.
 
-    def __init__(self, count: int, batch: int, seed: int) -> None:
+    With `lengths`, batches are made of examples of like length: so many (`alike`) are drawn at a
+    time, their examples sorted into them, and the batches taken in any order.
+    """
+
+    def __init__(
+        self, count: int, batch: int, seed: int, lengths: np.ndarray | None = None, alike: int = 0
+    ) -> None:
         self.count, self.batch, self.seed = count, batch, seed
+        self.lengths, self.alike = lengths, alike
         self._known: tuple[int, np.ndarray] | None = None
 
     def take(self, step: int, rows: range) -> list[int]:
@@ -131,5 +138,22 @@ class Order:
     def _place(self, index: int) -> int:
         epoch, place = divmod(index, self.count)
         if self._known is None or self._known[0] != epoch:
-            self._known = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            random = np.random.default_rng((self.seed, epoch))
+            drawn = random.permutation(self.count)
+            if self.lengths is not None and self.alike > 1:
+                drawn = self._sorted(drawn, -epoch * self.count % self.batch, random)
+            self._known = epoch, drawn
         return int(self._known[1][place])
+
+    def _sorted(self, drawn: np.ndarray, begun: int, random: np.random.Generator) -> np.ndarray:
+        """The first `begun` examples complete a batch of the pass before."""
+        assert self.lengths is not None
+        parts = [drawn[:begun]]
+        for first in range(begun, len(drawn), self.alike * self.batch):
+            some = drawn[first : first + self.alike * self.batch]
+            some = some[np.argsort(self.lengths[some], kind="stable")]
+            # The last batch of a pass may be short, and must stay the last.
+            whole = len(some) // self.batch * self.batch
+            batches = random.permutation(some[:whole].reshape(-1, self.batch))
+            parts += [batches.reshape(-1), some[whole:]]
+        return np.concatenate(parts)

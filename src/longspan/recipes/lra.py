@@ -5,7 +5,8 @@ configurations, the same for every kind; `--set attention=KIND` chooses it. What
 released code:
 
 - Embeddings are normed, and scores come from a head of this library's.
-- Batches are as long as their longest document, and gradients are clipped to a norm of 1.
+- Batches are as long as their longest document and made of documents of like length, 50 batches
+  drawn at a time; gradients are clipped to a norm of 1.
 - Of IMDB's training reviews a twentieth decides which checkpoint is the best, where the benchmark
   takes the test reviews for that; and 4,096 bytes are read, as in the paper, not 1,000.
 - Closing brackets of ListOps are symbols; the released tokenizer keeps letters and digits alone.
@@ -82,6 +83,7 @@ def _arena(
         warmup=float(warmup),
         too_long="head",
         packed=False,  # the family reads packed documents one after the other
+        alike=50,
         optimizer=Optimizer(
             betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1, clip=1.0, schedule="rsqrt"
         ),

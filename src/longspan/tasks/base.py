@@ -46,6 +46,15 @@ class ExampleTask:
     def _settle(self, recipe: Finetuning) -> None:
         raise NotImplementedError
 
+    def lengths(self, split: str) -> np.ndarray:
+        """Tokens of each document, or of what is asked about."""
+        raise NotImplementedError
+
+    def draw(self, recipe: Finetuning) -> Order:
+        """Which training examples each step takes."""
+        lengths = self.lengths("train")
+        return Order(len(lengths), recipe.batch, recipe.seed, lengths, recipe.alike)
+
     def sheet(self, model: Any, split: str) -> np.ndarray:
         """[examples, columns]: what each example adds to the measure."""
         raise NotImplementedError
@@ -105,7 +114,7 @@ class QuestionTask(ExampleTask):
         self.reader.__init__(self, recipe, self.tokenizer)
         self.reach = self.check_length([one for split in self.asked for one in split])
         self.recipe = planned(recipe, len(self.asked.train))
-        self._order = Order(len(self.asked.train), recipe.batch, recipe.seed)
+        self._order = self.draw(recipe)
 
 
 def check_measure(recipe: Finetuning, measures: Sequence[str]) -> None:

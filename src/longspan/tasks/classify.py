@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 from transformers import PreTrainedModel
 
-from longspan.data.examples import Order, Skips, Splits, read_examples
+from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
 from longspan.tasks.base import DocumentReader, ExampleTask, check_measure, check_recipe
@@ -118,7 +118,7 @@ class Classify(Classifier, ExampleTask):
         self.reach = reach(lengths, self.room)
         self.reach.check(recipe.too_long)
         self.recipe = planned(recipe, len(self.documents.train))
-        self._order = Order(len(self.documents.train), recipe.batch, recipe.seed)
+        self._order = self.draw(recipe)
 
     def notes(self) -> list[str]:
         """What a user should know before training begins."""
@@ -242,14 +242,18 @@ class Classify(Classifier, ExampleTask):
         model.eval()
         documents: list[Document] = getattr(self.documents, split)[: limit or None]
         size = self.recipe.evaluation.batch
+        order = np.arange(len(documents))
+        if not self.recipe.packed:  # batches of like length need less padding
+            order = np.argsort([len(one.ids) for one in documents], kind="stable")
         found = []
         for first in range(0, len(documents), size):
-            batch = self._batch(documents[first : first + size])
+            batch = self._batch([documents[place] for place in order[first : first + size]])
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             logits, targets = self._logits(model, batch)
             found.append((logits.cpu(), targets.cpu()))
+        back = torch.from_numpy(np.argsort(order))
         logits, targets = zip(*found, strict=True)
-        return torch.cat(logits), torch.cat(targets)
+        return torch.cat(logits)[back], torch.cat(targets)[back]
 
     def sample(self, model: PreTrainedModel) -> str:
         """What is said of a validation example."""

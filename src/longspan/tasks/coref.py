@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.data.examples import Order, Skips, Splits, read_examples
+from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models.coreference import Links, LongspanForCoreference
 from longspan.tasks.base import DocumentReader, ExampleTask, check_recipe
@@ -182,7 +182,7 @@ class Coref(Resolver, ExampleTask):
         Resolver.__init__(self, recipe, self.tokenizer)
         self.reach = self.check_length([one for split in self.documents for one in split])
         self.recipe = planned(recipe, len(self.documents.train))
-        self._order = Order(len(self.documents.train), recipe.batch, recipe.seed)
+        self._order = self.draw(recipe)
 
     def notes(self) -> list[str]:
         """What a user should know before training begins."""

@@ -195,6 +195,8 @@ class Finetuning(Plan):
         overlap: of neighbouring pieces, in tokens.
         packed: documents of a batch in one row, without padding; not worth it where many tokens
             of each are global.
+        alike: so many batches are drawn at a time and made of documents of like length, which
+            spares padding where they are not packed; 0 = each batch by itself, at random.
         measure: which decides what checkpoint is the best.
         seed: of the head's weights, data order and dropout.
         phases: follow from all this once the examples are counted, see `planned`.
@@ -221,6 +223,7 @@ class Finetuning(Plan):
     too_long: TooLong = "refuse"
     overlap: int = 0
     packed: bool = True
+    alike: int = 0
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(clip=1.0, schedule="linear"))
     evaluation: Checks = Checks()
     precision: Literal["no", "bf16"] = "bf16"
@@ -244,7 +247,7 @@ def check(recipe: Finetuning) -> None:
         value = getattr(recipe, name)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value} must be above 0")
-    for name in ("updates", "warmup", "overlap", "seed", "minutes"):
+    for name in ("updates", "warmup", "overlap", "alike", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
     for name in ("longest", "antecedents", "size", "keep"):
@@ -269,6 +272,8 @@ def check(recipe: Finetuning) -> None:
             f"attention={recipe.attention!r} is for a model that starts from nothing, as those of "
             "lra-listops and lra-text; a checkpoint has its own"
         )
+    if recipe.alike and recipe.task in ("mlm", "summarize"):
+        raise ValueError(f"alike={recipe.alike}: {recipe.task} draws its rows by itself")
     decay = recipe.optimizer.weight_decay
     if recipe.model.freeze == "all-but-positions" and decay > 0:
         raise ValueError(
