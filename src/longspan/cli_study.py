@@ -88,6 +88,10 @@ def study(
     prepare: Annotated[
         bool, typer.Option("--prepare", help="summaries: make what the models start from, only.")
     ] = False,
+    shared: Annotated[
+        bool,
+        typer.Option("--shared", help="lra: the runs shared a device: tell no times and speeds."),
+    ] = False,
 ) -> None:
     """Train several models for the same time, one after the other, and put them side by side.
 
@@ -108,6 +112,8 @@ def study(
     [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
     [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
     [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
+    Of [bold]lra[/], processes with one --only each may run side by side in the same folder, with
+    --shared; then the command with all of them puts them together.
     With --prepare first, and the same options, processes of --lengths 1024, 4096 and 16384 may then
     run side by side; without --lengths the command puts them together.
     """
@@ -137,6 +143,8 @@ def study(
             chosen = {key: value for key, value in asked.items() if value is not None}
             chosen |= parse(setting or [])
             own = answers is not None or lengths is not None or practice or prepare
+            if shared and name not in ARENA:
+                raise ValueError("--shared is for the studies of lra")
             if name != "summaries" and own:
                 raise ValueError(
                     "--answers, --lengths, --practice and --prepare are for the study of summaries"
@@ -147,13 +155,13 @@ def study(
                 how = {"limit": limit, "practised": practice}
                 _summaries(chosen, folder, only, small, lengths, how, prepare)
             else:
-                _arena(name, chosen, folder, only, small)
+                _arena(name, chosen, folder, only, small, shared)
             return
         given = any(one is not None for one in (model, valid, test, text, answers, lengths))
-        if given or practice or prepare:
+        if given or practice or prepare or shared:
             raise ValueError(
-                "--model, --valid, --test, --text, --answers, --lengths, --practice and --prepare "
-                "are for the studies of positions, summaries and lra"
+                "--model, --valid, --test, --text, --answers, --lengths, --practice, --prepare and "
+                "--shared are for the studies of positions, summaries and lra"
             )
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:
@@ -271,7 +279,12 @@ def _summaries(
 
 
 def _arena(
-    name: str, settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool
+    name: str,
+    settings: dict[str, Any],
+    folder: Path,
+    only: list[str] | None,
+    small: bool,
+    shared: bool,
 ) -> None:
     from longspan.analyze.arena import describe, draw, markdown, table
     from longspan.recipes import FINETUNING
@@ -283,7 +296,7 @@ def _arena(
     console = console_for_logs()
     recipe = FINETUNING[name]()
     recipe = change(shrink_finetuning(recipe) if small else recipe, settings)
-    found = describe(carry_out(recipe, folder, only, console))
+    found = describe(carry_out(recipe, folder, only, console), shared)
     folder.mkdir(parents=True, exist_ok=True)  # where nothing came as far as a run
     write_json(folder / f"{name}.json", found)
     if found["arms"]:

@@ -1,5 +1,6 @@
 """One recipe with every kind of attention: the same but for that, resumable, and put in a table."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,20 @@ def test_tables_and_figure(tmp_path):
     assert [path.name for path in draw(found, tmp_path / "lra")] == ["lra.png", "lra.svg"]
     drawn = (tmp_path / "lra.svg").read_text().lower()
     assert all(COLOURS[name].lower() in drawn for name in ("window", "Poolingformer"))
+
+
+def test_runs_that_shared_a_device_tell_no_times(tmp_path):
+    result = study(toy(tmp_path), tmp_path / "out", ["window"], QUIET)
+    apart, found = describe(result), describe(result, shared=True)
+    assert "tokens/s" in markdown(apart)
+    assert "tokens/s" not in markdown(found)
+    assert "minutes" not in markdown(found)
+    assert len(rows(found)[0]) == len(rows(apart)[0]) - 2
+    assert "seconds" not in json.dumps(found)
+    draw(found, tmp_path / "lra")
+    # What the runs themselves say, not what puts them together.
+    assert found["made"] == [result.arms[0].made]
+    assert found["machine"] == result.arms[0].made["machine"]
 
 
 def test_what_cannot_be_chosen_is_named(tmp_path):

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.table import Table
 
-from longspan import machine
 from longspan.analyze.figures import GREY
 from longspan.bench.drawing import look, save, time_unit
 from longspan.bench.family.contenders import MECHANISMS
@@ -31,20 +30,29 @@ PUBLISHED = {
 }
 _COLUMN = {"lra-listops": 1, "lra-text": 2}
 _COLUMNS = (
-    *("attention", "test", "±", "valid", "published", "parameters", "updates", "minutes"),
-    *("tokens/s", "peak MiB"),
+    *("attention", "test", "±", "valid", "published", "parameters", "updates", "peak MiB"),
+    *("minutes", "tokens/s"),  # not of runs that shared a device
 )
 # Seen on bars of every colour.
 _DIAMOND: Any = {"marker": "D", "color": "white", "markeredgecolor": "#222222", "markersize": 5}
 
 
-def describe(result: Study) -> dict[str, Any]:
-    """Everything that tables and figures are made of, as plain values."""
+def describe(result: Study, shared: bool = False) -> dict[str, Any]:
+    """Everything that tables and figures are made of, as plain values; no times and speeds of runs
+    that `shared` a device. Where and with what is that of the runs, which may be elsewhere."""
+    found = asdict(result)
+    made = [arm.pop("made") for arm in found["arms"]]
+    if shared:
+        for arm in found["arms"]:
+            del arm["seconds"], arm["tokens_per_second"]
+            arm["curve"] = [(updates, None, value) for updates, _, value in arm["curve"]]
     return {
-        **asdict(result),
+        **found,
+        "shared": shared,
         "published": {k: v[_COLUMN[result.recipe]] for k, v in PUBLISHED.items()},
         "cited": CITED,
-        **machine.record(),
+        "machine": ", ".join(dict.fromkeys(one["machine"] for one in made)),
+        "made": [one for place, one in enumerate(made) if one not in made[:place]],
     }
 
 
@@ -62,12 +70,16 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 "" if published is None else f"{published:.2f}",
                 parameter_count(arm["parameters"]),
                 f"{arm['updates']:,}",
-                f"{arm['seconds'] / 60:.1f}",
-                f"{arm['tokens_per_second']:,.0f}",
                 f"{arm['peak_mib']:,.0f}",
             ]
         )
+        if not found["shared"]:
+            made[-1] += [f"{arm['seconds'] / 60:.1f}", f"{arm['tokens_per_second']:,.0f}"]
     return made
+
+
+def _columns(found: dict[str, Any]) -> tuple[str, ...]:
+    return _COLUMNS[:-2] if found["shared"] else _COLUMNS
 
 
 def margin(share: float, examples: int) -> float:
@@ -77,7 +89,7 @@ def margin(share: float, examples: int) -> float:
 
 def table(found: dict[str, Any]) -> Table:
     made = make_table(f"{found['recipe']}: {found['measure']}, %")
-    for place, name in enumerate(_COLUMNS):
+    for place, name in enumerate(_columns(found)):
         made.add_column(name, justify="right" if place else "left")
     for row in rows(found):
         made.add_row(*row)
@@ -85,7 +97,8 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    lines = [_COLUMNS, ("---", *["---:"] * (len(_COLUMNS) - 1)), *rows(found)]
+    columns = _columns(found)
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows(found)]
     made = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     failed = "".join(f"- {kind} failed: {why}\n" for kind, why in found["failed"].items())
     return (
@@ -131,10 +144,14 @@ def _draw_bars(axes: Axes, found: dict[str, Any]) -> None:
 
 
 def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
-    unit, seconds = time_unit(max(arm["curve"][-1][0] for arm in found["arms"]))
+    """Against time; of runs that shared a device against updates."""
+    which, unit, size = 0, "updates", 1.0
+    if not found["shared"]:
+        which = 1
+        unit, size = time_unit(max(arm["curve"][-1][1] for arm in found["arms"]))
     ends = []
     for arm in found["arms"]:
-        x, y = zip(*((s / seconds, 100 * value) for s, value in arm["curve"]), strict=True)
+        x, y = zip(*((at[which] / size, 100 * at[2]) for at in arm["curve"]), strict=True)
         colour = _colour(arm["kind"])
         axes.plot(x, y, marker="o", color=colour)
         ends.append(End(x[-1], y[-1], arm["kind"], colour))

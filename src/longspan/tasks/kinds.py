@@ -26,7 +26,9 @@ class Arm:
     seconds: float  # of training
     tokens_per_second: float
     peak_mib: float
-    curve: list[tuple[float, float]]  # seconds of training, the measure on validation examples
+    # Updates, seconds of training, and the measure on validation examples by then.
+    curve: list[tuple[int, float, float]]
+    made: dict[str, Any]  # on what machine, with what versions
 
 
 @dataclass(frozen=True)
@@ -98,5 +100,10 @@ def _carry_out(task: Any, kind: str, run: Path, console: Console) -> Arm:
         trained[-1]["training_seconds"],
         trained[-1]["tokens"] / max(trained[-1]["training_seconds"], 1e-9),
         max(entry["peak_mib"] for entry in trained),
-        [(e["training_seconds"], e[measure]) for e in entries if e.get("split") == "valid"],
+        [
+            (entry["step"], entry["training_seconds"], entry[measure])
+            for entry in entries
+            if entry.get("split") == "valid"
+        ],
+        {name: results[name] for name in ("machine", "versions", "commit")},
     )
