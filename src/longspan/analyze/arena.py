@@ -158,5 +158,5 @@ def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
     axes.set(title=f"Validation {found['measure']}, %, while training", xlabel=unit)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.3)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
     return ends
