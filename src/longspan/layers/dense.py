@@ -112,16 +112,16 @@ def in_pieces(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     where nothing has to be kept for gradients: what lies between stays in the cache, and in memory
     that is used again, where new memory would have to be asked of the system page by page."""
     first = tensors[0]
-    tokens = first.shape[:-1].numel()
     whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if whole or first.device.type != "cpu" or tokens <= _TOKENS:
+    # A graph that is to serve any length must not even ask for the number of tokens.
+    if whole or first.device.type != "cpu" or first.shape[:-1].numel() <= _TOKENS:
         return function(*tensors)
     pieces = zip(*(tensor.flatten(0, -2).split(_TOKENS) for tensor in tensors), strict=True)
     out = None
     for number, piece in enumerate(pieces):
         made = function(*piece)
         if out is None:
-            out = made.new_empty(tokens, made.shape[-1])
+            out = made.new_empty(first.shape[:-1].numel(), made.shape[-1])
         out[number * _TOKENS : (number + 1) * _TOKENS] = made
     assert out is not None
     return out.view(*first.shape[:-1], -1)
