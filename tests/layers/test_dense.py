@@ -10,11 +10,24 @@ from transformers.activations import ACT2FN
 
 from longspan.layers import dense, window
 from longspan.layers.block import Block
-from longspan.layers.dense import one_product, project
+from longspan.layers.dense import in_pieces, one_product, prepared, project
 from longspan.layers.window import WindowAttention
 from longspan.ops import visibility
 
 needs_onednn = pytest.mark.skipif(not dense.has_onednn(), reason="no oneDNN with AVX-512 here")
+
+
+@pytest.fixture(params=["onednn", "mkl", "mkl, no bf16"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of the ways to multiply, whoever made this CPU."""
+    mkl = request.param != "onednn"
+    if mkl and not dense.has_onednn():
+        pytest.skip("no AVX-512 here")
+    if mkl and not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
+        pytest.skip("this torch has no MKL, or not its operators")
+    monkeypatch.setattr(dense, "has_mkl", lambda: mkl)
+    monkeypatch.setattr(dense, "has_bf16_products", lambda: request.param == "mkl")
+    return request.param
 
 
 def layer_and_input(dtype: torch.dtype, *, bias: bool = True) -> tuple[nn.Linear, torch.Tensor]:
@@ -26,6 +39,7 @@ def layer_and_input(dtype: torch.dtype, *, bias: bool = True) -> tuple[nn.Linear
 
 
 @needs_onednn
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", [None, gelu, ACT2FN["gelu"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,17 +76,75 @@ def test_who_notices_gets_the_layer_itself() -> None:
         assert seen == [1]
 
 
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [2048, 2100])
+@torch.no_grad()
+def test_pieces_and_weights_laid_out(
+    tokens: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of one size, the last one shorter or not; weights in any order, changed in between."""
+    torch.manual_seed(0)
+    layer = nn.Linear(72, 136, dtype=dtype)
+    layer.weight = nn.Parameter(torch.randn(72, 136, dtype=dtype).t() / 4)
+    x = torch.randn(72, tokens, dtype=dtype).t()
+    used = []
+    for name in ("_by_mkl", "_by_onednn"):
+        build = getattr(dense, name)
+        spy = lambda *a, build=build, name=name, **b: used.append((name, b)) or build(*a, **b)  # noqa: E731
+        monkeypatch.setattr(dense, name, spy)
+    for _ in range(2):
+        exact = gelu(layer.double()(x.double()))
+        layer.to(dtype)
+        apply = prepared(layer, x, in_pieces=True)
+        ours = in_pieces(lambda some, apply=apply: apply(some, gelu), x)
+        assert ours.dtype == dtype
+        error = (ours - exact).abs().max()
+        assert error <= 2 * (gelu(layer(x)) - exact).abs().max()
+        layer.weight.data.mul_(-0.5)
+    by_mkl = way == "mkl, no bf16" or (way == "mkl" and dtype == torch.float32)
+    assert used == [("_by_mkl" if by_mkl else "_by_onednn", {"laid_out": True})] * 2
+
+
+@torch.no_grad()
+def test_in_pieces_of_several_tensors() -> None:
+    x, y = torch.randn(2, 700, 3), torch.randn(2, 700, 3)
+    sizes = []
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(a))
+        return torch.cat([a - b, a], dim=-1)
+
+    made = in_pieces(function, x, y)
+    torch.testing.assert_close(made, torch.cat([x - y, x], dim=-1), rtol=0, atol=0)
+    assert sizes == [512, 512, 376]
+
+
+@torch.no_grad()
+def test_who_watches_a_block_sees_all_tokens_at_once() -> None:
+    block = Block(WindowAttention(24, 3, 16), 24, 40, activation=gelu).eval()
+    hidden = torch.randn(1, 700, 24)
+    shapes = []
+    block.attention_norm.register_forward_hook(lambda _, __, out: shapes.append(out.shape))
+    block(hidden, visibility(hidden))
+    assert shapes == [hidden.shape]
+
+
 @torch.no_grad()
 def test_other_activations_are_applied() -> None:
     layer, x = layer_and_input(torch.float32)
     torch.testing.assert_close(project(layer, x, relu), relu(layer(x)), rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_block_without_gradients_is_the_same_block(gated: bool) -> None:
-    """There the feed-forward part takes some tokens at a time."""
+def test_a_block_without_gradients_is_the_same_block(gated: bool, norm_first: bool) -> None:
+    """There all behind the attention takes some tokens at a time."""
     torch.manual_seed(0)
-    block = Block(WindowAttention(24, 3, 16), 24, 40, activation=gelu, gated=gated).eval()
+    block = Block(
+        WindowAttention(24, 3, 16), 24, 40, activation=gelu, gated=gated, norm_first=norm_first
+    ).eval()
     hidden = torch.randn(2, 700, 24)
     seen = visibility(hidden)
     with torch.no_grad():
@@ -84,6 +156,7 @@ def test_a_block_without_gradients_is_the_same_block(gated: bool) -> None:
 
 
 @needs_onednn
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rotary", [None, 10_000.0])
 @pytest.mark.parametrize("tokens", [90, 2100])
 @torch.no_grad()

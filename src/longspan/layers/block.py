@@ -3,17 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
-from longspan.layers.dense import prepared, project
+from longspan.layers.dense import in_pieces, prepared, project
 from longspan.ops.shorten import Pools
 from longspan.ops.window import Visibility
-
-# Tokens that the feed-forward part takes at a time where nothing has to be kept for gradients: what
-# is inside is four times as wide as what goes in.
-_TOKENS = 512
 
 
 class Block(nn.Module):
@@ -72,12 +67,19 @@ class Block(nn.Module):
     ) -> Tensor:
         """`seen`, `positions` and `position_ids` describe the batch, see `AttentionLayer`. With an
         attention that makes it shorter, `pools` say how, and fewer tokens are returned."""
-        mixed = self.mix(hidden, seen, positions, position_ids, pools)
-        hidden = mixed + (hidden if pools is None else pools.mean(hidden))
-        if self.norm_first:
-            return hidden + self.feed(hidden)
-        hidden = self.attention_norm(hidden)
-        return self.feed_forward_norm(hidden + self.feed(hidden))
+        mixed = self._attend(hidden, seen, positions, position_ids, pools)
+        kept = hidden if pools is None else pools.mean(hidden)
+        # Of pieces, too, but MKL's layout (11 MB or more) does not pay for a weight of this size.
+        project, feed = prepared(self.project, mixed), self._feed(mixed)
+
+        def rest(mixed: Tensor, kept: Tensor) -> Tensor:
+            hidden = self.dropout(project(mixed)) + kept
+            if self.norm_first:
+                return hidden + feed(self.feed_forward_norm(hidden))
+            hidden = self.attention_norm(hidden)
+            return self.feed_forward_norm(hidden + feed(hidden))
+
+        return rest(mixed, kept) if self._is_watched() else in_pieces(rest, mixed, kept)
 
     def mix(
         self,
@@ -88,6 +90,28 @@ class Block(nn.Module):
         pools: Pools | None = None,
     ) -> Tensor:
         """What attention adds."""
+        mixed = self._attend(hidden, seen, positions, position_ids, pools)
+        return self.dropout(project(self.project, mixed))
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """What the feed-forward part adds."""
+        if self.norm_first:
+            hidden = self.feed_forward_norm(hidden)
+        feed = self._feed(hidden)
+        return feed(hidden) if self._is_watched() else in_pieces(feed, hidden)
+
+    def attention_input(self, hidden: Tensor) -> Tensor:
+        """What the attention is given of a block's input."""
+        return self.attention_norm(hidden) if self.norm_first else hidden
+
+    def _attend(
+        self,
+        hidden: Tensor,
+        seen: Visibility,
+        positions: Tensor | None,
+        position_ids: Tensor | None,
+        pools: Pools | None,
+    ) -> Tensor:
         about: dict[str, Any] = {
             "seen": seen,
             "positions": positions,
@@ -95,32 +119,23 @@ class Block(nn.Module):
         }
         if pools is not None:
             about["pools"] = pools
-        mixed = self.attention(self.attention_input(hidden), **about)
-        return self.dropout(project(self.project, mixed))
+        return self.attention(self.attention_input(hidden), **about)
 
-    def feed(self, hidden: Tensor) -> Tensor:
-        """What the feed-forward part adds."""
-        return self.dropout(
-            self._feed(self.feed_forward_norm(hidden) if self.norm_first else hidden)
-        )
+    def _feed(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """The feed-forward part, for the pieces of a tensor like this one."""
+        up = prepared(self.up, like, in_pieces=True)
+        down = prepared(self.down, like, in_pieces=True)
 
-    def attention_input(self, hidden: Tensor) -> Tensor:
-        """What the attention is given of a block's input."""
-        return self.attention_norm(hidden) if self.norm_first else hidden
-
-    def _feed(self, hidden: Tensor) -> Tensor:
-        up, down = prepared(self.up, hidden), prepared(self.down, hidden)
-
-        def some(tokens: Tensor) -> Tensor:
+        def feed(tokens: Tensor) -> Tensor:
             if self.gated:
                 inner, gate = up(tokens).chunk(2, dim=-1)
                 inner = self.activation(inner) * gate
             else:
                 inner = up(tokens, self.activation)
-            return down(self.inner_dropout(inner))
+            return self.dropout(down(self.inner_dropout(inner)))
 
-        whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if whole or hidden.device.type != "cpu" or hidden.shape[:-1].numel() <= _TOKENS:
-            return some(hidden)
-        parts = hidden.flatten(0, -2).split(_TOKENS)
-        return torch.cat([some(part) for part in parts]).view_as(hidden)
+        return feed
+
+    def _is_watched(self) -> bool:
+        """Whether somebody looks at what a part is given or returns, and wants all of it."""
+        return any(part._forward_hooks or part._forward_pre_hooks for part in self.children())
