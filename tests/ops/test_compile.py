@@ -139,6 +139,9 @@ PARTS = {
             {}, {"RUNS": True, "BETWEEN": False, "FADING": False, "DROPOUT": True, "KEYS": False}
         ]),
     },
+    "relative_kernels": dict.fromkeys(
+        ("forward", "backward_query", "backward_key"), [{}, {"DROPOUT": True}]
+    ),
     "span_kernels": dict.fromkeys(
         ("means", "means_backward"), [{}, {"MASKED": False, "TOKENS": False}]
     ),
@@ -154,8 +157,9 @@ for name, variants in PARTS[part].items():
     function = getattr(module, name).kernel
     for variant in variants:
         flags = FLAGS | variant
-        # Gradients of listed keys are added up by atomics.
-        floats = FLOATS if part == "listed_kernels" else FLOATS - {"DK", "DV"}
+        # Gradients of keys are added up there.
+        added = part in ("listed_kernels", "relative_kernels")
+        floats = FLOATS if added else FLOATS - {"DK", "DV"}
         signature, constants, hints = {}, {}, {}
         for place, argument in enumerate(function.arg_names):
             if argument in flags and function.params[place].is_constexpr:
@@ -174,6 +178,7 @@ PARTS = (
     "clustered.kernels",
     "centroid_kernels",
     "listed_kernels",
+    "relative_kernels",
     "span_kernels",
     "features.kernels",
 )

@@ -4,6 +4,7 @@
 
 Plain PyTorch on any device. Queries are taken in blocks, and while gradients are wanted a block's
 scores are computed again in the backward pass, so that memory is linear in the number of tokens.
+With positions and on a GPU fused kernels do it instead (`relative_fused.py`).
 There may be more keys than queries: the queries are then the last tokens, the keys before them a
 memory or a cache. Without positions it is plain attention, which is how cached keys are read.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from longspan.ops.relative_fused import Asked, attend, serves
 from longspan.ops.window.pattern import check_dilation
 
 # Queries per block, unless the window is longer: then a block is as long as that, so that at
@@ -120,22 +122,42 @@ def _one_dilation(
 ) -> Tensor:
     """A dilated head sees `step` independent sequences, one per residue class of positions."""
     batch, queries = query.shape[:2]
-    missing = -key.shape[1] % step  # made up at the front, so that classes are equally long
-    key, value = (_classes(pad(t, (0, 0, 0, 0, missing, 0)), step) for t in (key, value))
-    query = _classes(pad(query, (0, 0, 0, 0, -queries % step, 0)), step)
+    missing = -key.shape[1] % step
+    query, key, value = (_classes(t, step) for t in (query, key, value))
     if relative is not None:
         relative = relative._replace(table=relative.table[::step])
+    left = key.shape[1] if left is None else min(left, key.shape[1])
     # In each class at most one key is made up, and stands first: in the first `missing` classes.
-    hidden = None
-    if missing:
-        hidden = torch.arange(step, device=key.device).repeat(batch) < missing
-    out = _blocks(query, key, value, relative, hidden, left, dropout_p, scale)
+    if relative is not None and _fused(query, key, value, relative, left):
+        asked = Asked(None, left, step, missing, scale, dropout_p)
+        out = attend(query, key, value, *relative[:3], asked)
+    else:
+        hidden = None
+        if missing:
+            hidden = torch.arange(step, device=key.device).repeat(batch) < missing
+        out = _blocks(query, key, value, relative, hidden, left, dropout_p, scale)
+    if step == 1:
+        return out
     return out.unflatten(0, (batch, step)).transpose(1, 2).flatten(1, 2)[:, -queries:]
 
 
 def _classes(x: Tensor, step: int) -> Tensor:
-    """[batch, tokens, ...] -> [batch * step, tokens / step, ...]."""
+    """[batch, tokens, heads, head_dim] -> [batch * step, tokens / step, ...]. What is missing for
+    classes of one length is made up at the front."""
+    if step == 1:
+        return x
+    x = pad(x, (0, 0, 0, 0, -x.shape[1] % step, 0))
     return x.unflatten(1, (-1, step)).transpose(1, 2).flatten(0, 1)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, relative: Relative, left: int) -> bool:
+    """Whether the kernels can do it: not a few queries, for which distances are not projected."""
+    return (
+        serves(query)
+        and query.dtype == key.dtype == value.dtype
+        and relative.projection is None
+        and relative.table.shape[0] >= min(left + 1, key.shape[1])
+    )
 
 
 def _blocks(
@@ -144,12 +166,11 @@ def _blocks(
     value: Tensor,
     relative: Relative | None,
     hidden: Tensor | None,
-    left: int | None,
+    left: int,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
     queries, tokens = query.shape[1], key.shape[1]
-    left = tokens if left is None else min(left, tokens)
     size = min(max(_BLOCK, left), _LARGEST_BLOCK)
     again = torch.is_grad_enabled() and queries > size
     parts = []
