@@ -138,7 +138,8 @@ def _one_dilation(
         out = _blocks(query, key, value, relative, hidden, left, dropout_p, scale)
     if step == 1:
         return out
-    return out.unflatten(0, (batch, step)).transpose(1, 2).flatten(1, 2)[:, -queries:]
+    out = out.view(batch, step, *out.shape[1:]).transpose(1, 2).flatten(1, 2)
+    return out[:, -queries:]
 
 
 def _classes(x: Tensor, step: int) -> Tensor:
@@ -147,7 +148,8 @@ def _classes(x: Tensor, step: int) -> Tensor:
     if step == 1:
         return x
     x = pad(x, (0, 0, 0, 0, -x.shape[1] % step, 0))
-    return x.unflatten(1, (-1, step)).transpose(1, 2).flatten(0, 1)
+    batch, tokens = x.shape[:2]
+    return x.view(batch, tokens // step, step, *x.shape[2:]).transpose(1, 2).flatten(0, 1)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, relative: Relative, left: int) -> bool:

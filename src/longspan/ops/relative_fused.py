@@ -21,8 +21,9 @@ from longspan.ops.window import dropout
 from longspan.ops.window.api import refuse_triton
 
 LOG2E = math.log2(math.e)
-# Scores by distance in a chunk: 64 MiB in half precision.
-_CHUNK = 1 << 25
+# Scores by distance in a chunk: 128 MiB in half precision. With half as many, the host takes longer
+# than the GPU.
+_CHUNK = 1 << 26
 # Queries in a chunk, unless there are fewer: what keeps a GPU busy however many distances there
 # are. Then a chunk has fewer batch rows, and is larger only if one of them is.
 _FEWEST = 512
@@ -77,7 +78,7 @@ def _tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) 
 
 
 def _best_tile(kernel: str, head_dim: int, dtype: torch.dtype) -> _Tile:
-    """By registers, as compiled for Hopper; none was timed.
+    """By registers, as compiled for Hopper; others were not timed.
 
     The number of keys is not that of columns: Triton reads tiles of one shape in the same pieces,
     and the eight neighbours that suit keys would spread each read of scores, which begin anywhere
