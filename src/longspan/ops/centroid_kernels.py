@@ -6,23 +6,25 @@ import triton.language as tl
 
 from longspan.ops.launch import remembered
 
-NUMBERS = ["n", "heads", "count", "dim"]
+NUMBERS = ["n", "heads", "rounds", "count", "dim"]
 
 
 @remembered
 @triton.jit(do_not_specialize=NUMBERS)
 def nearest(
-    POINTS, DIRECTIONS, FOUND, batch_stride, token_stride, head_stride, n, heads, count, dim,
+    POINTS, DIRECTIONS, FOUND, batch_stride, token_stride, head_stride,
+    n, heads, rounds, count, dim,
     OPPOSITES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """FOUND [batch, heads, rounds, n]: the direction with the largest product, the first of equals,
     of DIRECTIONS [rounds, heads, count, dim] and, behind all of these, their OPPOSITES."""
-    batch, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
-    number = tl.program_id(1)
-    token = tl.program_id(0) * BM + tl.arange(0, BM)
+    blocks = tl.cdiv(n, BM)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    number, head, batch = row % rounds, row // rounds % heads, row // rounds // heads
+    token = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
     POINTS += batch * batch_stride + head * head_stride
-    DIRECTIONS += (number * heads + head).to(tl.int64) * count * dim
+    DIRECTIONS += (number * heads + head) * count * dim
     best = tl.full((BM,), -float("inf"), tl.float32)
     place = tl.zeros((BM,), tl.int32)
     last = tl.full((BM,), -float("inf"), tl.float32)  # the same of opposites
@@ -52,7 +54,6 @@ def nearest(
             last = tl.maximum(last, most)
     if OPPOSITES:
         place = tl.where(last > best, count + behind, place)
-    row = (batch * heads + head) * tl.num_programs(1) + number
     tl.store(FOUND + row * n + token, place.to(tl.int64), mask=token < n)
 
 

@@ -162,8 +162,8 @@ def _nearest(points: Tensor, directions: Tensor, opposites: bool) -> Tensor:
     found = _found(points, directions, opposites)
     own = 64 if points.is_cuda else 16
     wide = max(16, min(64, 1 << (dim - 1).bit_length()))
-    centroid_kernels.nearest[(-(-tokens // own), rounds, batch * heads)](
-        points, directions, found, *points.stride()[:3], tokens, heads, count, dim,
+    centroid_kernels.nearest[(-(-tokens // own) * rounds * batch * heads,)](
+        points, directions, found, *points.stride()[:3], tokens, heads, rounds, count, dim,
         OPPOSITES=opposites, BM=own, BN=own, BK=wide, PRECISION="tf32x3", num_warps=4,
     )  # fmt: skip
     return found

@@ -170,7 +170,7 @@ class _Launch:
         rows = 1 if alike else self.batch * self.heads
         found = torch.empty(rows, programs, 2, dtype=torch.int32, device=self.device)
         listed, first, last, _, spans = self.pointers()
-        listed_kernels.extent[(programs, rows)](
+        listed_kernels.extent[(programs * rows,)](
             listed, first, last, spans, found, *self.list_strides(),
             self.queries, self.heads, self.asked.size, self.count, self.asked.ramp,
             BM=tile.queries, BN=tile.slots, FADING=self.options["FADING"],
@@ -236,7 +236,7 @@ def forward_op(
         return out, lse
     tile = call.tile("forward")
     extent, row = call.extent(tile)
-    listed_kernels.forward[(call.programs(tile), call.batch * call.heads)](
+    listed_kernels.forward[(call.programs(tile) * call.batch * call.heads,)](
         query, key, value, out, lse, *call.pointers(), extent, query if seed is None else seed,
         *_strides(query, key, value), *call.list_strides(), row,
         *call.numbers(tile), scale * LOG2E, *call.drop,
@@ -291,7 +291,7 @@ def backward_op(
         at_once = _at_once(size, tile)
         strides = _strides(query, key, value, grad)
         numbers = (scale * LOG2E, scale, *call.drop)
-        listed_kernels.backward_query[(programs, streams)](
+        listed_kernels.backward_query[(programs * streams,)](
             query, key, value, out, grad, lse, delta, dq, *both, by_span,
             *call.pointers(), extent, seed, *strides, *call.list_strides(), row,
             *call.numbers(tile), *numbers,
@@ -301,7 +301,7 @@ def backward_op(
             tile = call.tile("backward_key")
             sizes = call.numbers(tile)
             tiles = -(-sizes[5] // tile.slots)
-            listed_kernels.backward_key[(call.blocks * tiles, streams)](
+            listed_kernels.backward_key[(call.blocks * tiles * streams,)](
                 query, key, value, grad, lse, delta, *both, *call.pointers(), seed,
                 *strides, *call.list_strides(), *sizes, *numbers,
                 **tile.launch(), **call.options,

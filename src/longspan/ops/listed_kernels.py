@@ -34,6 +34,12 @@ CHUNK = tl.constexpr(512)  # slots that `extent` looks at together
 
 
 @triton.jit
+def count_programs(size, queries, BM: tl.constexpr):
+    """Of those that own queries, in each batch row and head."""
+    return tl.cdiv(queries, size) * tl.cdiv(size, BM)
+
+
+@triton.jit
 def owned(number, size, queries, BM: tl.constexpr):
     """Program number -> its block, its first query and the end of its queries."""
     parts = tl.cdiv(size, BM)
@@ -120,9 +126,10 @@ def extent(
     BM: tl.constexpr, BN: tl.constexpr, FADING: tl.constexpr,
 ):  # fmt: skip
     """Between which slots the BM queries of a program see something, from a multiple of BN on."""
-    block, first, end = owned(tl.program_id(0), size, queries, BM)
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
+    programs = count_programs(size, queries, BM)
+    block, first, end = owned(tl.program_id(0) % programs, size, queries, BM)
+    stream = (tl.program_id(0) // programs).to(tl.int64)
+    batch, head = stream // heads, stream % heads
     LISTED += batch * l_batch + head * l_head + block.to(tl.int64) * count
     FIRST += block.to(tl.int64) * count
     LAST += block.to(tl.int64) * count
@@ -139,7 +146,7 @@ def extent(
         there = (seen > 0) & (low < end) & (low + seen > first)
         begin = tl.minimum(begin, tl.min(tl.where(there, entry, count), 0))
         stop = tl.maximum(stop, tl.max(tl.where(there, entry + 1, 0), 0))
-    to = EXTENT + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 2
+    to = EXTENT + tl.program_id(0).to(tl.int64) * 2
     tl.store(to, begin // BN * BN)
     tl.store(to + 1, stop)
 
@@ -156,9 +163,10 @@ def forward(
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of BM queries of one block and head."""
-    stream = tl.program_id(1).to(tl.int64)
+    programs = count_programs(size, queries, BM)
+    number, stream = tl.program_id(0) % programs, (tl.program_id(0) // programs).to(tl.int64)
     batch, head = stream // heads, stream % heads
-    block, first, end = owned(tl.program_id(0), size, queries, BM)
+    block, first, end = owned(number, size, queries, BM)
     if first >= end:
         return
     i = first + tl.arange(0, BM)
@@ -173,7 +181,7 @@ def forward(
     begin = 0
     stop = slots
     if BETWEEN and not RUNS:
-        EXTENT += (stream * e_row + tl.program_id(0)) * 2
+        EXTENT += (stream * e_row + number) * 2
         begin = tl.load(EXTENT)
         stop = tl.load(EXTENT + 1)
     span = 0.0
@@ -227,9 +235,10 @@ def backward_query(
 ):  # fmt: skip
     """Gradient of BM queries, what they add to that of the spans, and delta = sum(out * grad) per
     row, which the keys' kernel needs. KEYS: also what they add to the gradients of keys."""
-    stream = tl.program_id(1).to(tl.int64)
+    programs = count_programs(size, queries, BM)
+    number, stream = tl.program_id(0) % programs, (tl.program_id(0) // programs).to(tl.int64)
     batch, head = stream // heads, stream % heads
-    block, first, end = owned(tl.program_id(0), size, queries, BM)
+    block, first, end = owned(number, size, queries, BM)
     if first >= end:
         return
     i = first + tl.arange(0, BM)
@@ -254,7 +263,7 @@ def backward_query(
     begin = 0
     stop = slots
     if BETWEEN and not RUNS:
-        EXTENT += (stream * e_row + tl.program_id(0)) * 2
+        EXTENT += (stream * e_row + number) * 2
         begin = tl.load(EXTENT)
         stop = tl.load(EXTENT + 1)
     span = 0.0
@@ -303,7 +312,7 @@ def backward_query(
 
     store_rows(DQ + own, i, dense, i < end, dq * factor, HEAD_DIM, D)
     if FADING:
-        tl.store(DSPANS + stream * tl.num_programs(0) + tl.program_id(0), tl.sum(by_span, 0))
+        tl.store(DSPANS + stream * programs + number, tl.sum(by_span, 0))
 
 
 @remembered
@@ -319,10 +328,11 @@ def backward_key(
 ):  # fmt: skip
     """What all queries of one block and head add to the gradients of BN listed keys and values."""
     tiles = tl.cdiv(slots, BN)
-    stream = tl.program_id(1).to(tl.int64)
+    programs = tl.cdiv(queries, size) * tiles
+    number, stream = tl.program_id(0) % programs, (tl.program_id(0) // programs).to(tl.int64)
     batch, head = stream // heads, stream % heads
-    block = tl.program_id(0) // tiles
-    s = tl.program_id(0) % tiles * BN
+    block = number // tiles
+    s = number % tiles * BN
     Q += batch * q_batch + head * q_head
     K += batch * k_batch + head * k_head
     V += batch * v_batch + head * v_head

@@ -36,11 +36,11 @@ def means(
 ):  # fmt: skip
     """Means of the spans of levels start + 1 to start + STEPS that consist of this program's rows.
     TOKENS: the rows are tokens, which are copied; else sums, of so many tokens as COUNTED says."""
-    stream = tl.program_id(1).to(tl.int64)
-    batch, head = stream // heads, stream % heads
-    chunk = tl.program_id(0)
-    i = chunk * ROWS + tl.arange(0, ROWS)
     rows = count_spans(tokens, start, False)
+    chunks = tl.cdiv(rows, ROWS)
+    chunk, stream = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    batch, head = stream // heads, stream % heads
+    i = chunk * ROWS + tl.arange(0, ROWS)
     here = i < rows
     k = load_rows(K + batch * k_batch + head * k_head, i, k_token, here, HEAD_DIM, D)
     v = load_rows(V + batch * v_batch + head * v_head, i, v_token, here, HEAD_DIM, D)
@@ -75,7 +75,6 @@ def means(
         if MASKED:
             tl.store(COUNTS + offset + one, count, mask=live & (head == 0))
         offset += spans
-    chunks = tl.num_programs(0)
     one = chunk + tl.arange(0, 1)
     to = batch * chunks * dense + head * HEAD_DIM
     store_rows(K_SUMS + to, one, dense, one >= 0, k, HEAD_DIM, D)
@@ -91,9 +90,10 @@ def means_backward(
     HEAD_DIM: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of ROWS tokens: their shares in those of all spans that they are in."""
-    stream = tl.program_id(1).to(tl.int64)
+    chunks = tl.cdiv(tokens, ROWS)
+    chunk, stream = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     batch, head = stream // heads, stream % heads
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = chunk * ROWS + tl.arange(0, ROWS)
     DKEYS += batch * k_batch + head * k_head
     DVALUES += batch * v_batch + head * v_head
     dk = tl.zeros((ROWS, D), tl.float32)

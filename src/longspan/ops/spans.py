@@ -50,7 +50,7 @@ def span_means(
             for _ in inputs
         ]
         summed = torch.empty(batch, chunks, dtype=torch.int32, device=key.device)
-        span_kernels.means[(chunks, batch * heads)](
+        span_kernels.means[(chunks * batch * heads,)](
             *inputs, mask, counted, keys, values, counts if valid is not None else key,
             *sums, summed, *_strides(*inputs),
             tokens, keys.shape[1], heads, start, sum(spans[:start]), levels,
@@ -82,7 +82,7 @@ def _backward(
     if dk.numel() == 0:
         return dk, dv
     dkeys, dvalues = _dense(dkeys), _dense(dvalues)
-    span_kernels.means_backward[(-(-tokens // _ROWS), batch * heads)](
+    span_kernels.means_backward[(-(-tokens // _ROWS) * batch * heads,)](
         dkeys, dvalues, dkeys if valid is None else valid.contiguous(), counts, dk, dv,
         *_strides(dkeys, dvalues), tokens, total, heads, levels,
         **_options(dkeys, whole, valid),

@@ -104,7 +104,7 @@ def _settle(clusters: Tensor, order: Tensor, size: int, causal: bool) -> tuple[T
     places, marks = _settled_shapes(clusters, order, size, causal)
     batch, heads, rounds, tokens = clusters.shape
     by_token = torch.empty_like(clusters) if rounds > 1 else marks
-    grid, span = (-(-tokens // _SETTLED), batch * heads * rounds), _span(tokens)
+    grid, span = (-(-tokens // _SETTLED) * batch * heads * rounds,), _span(tokens)
     kernels.settle[grid](
         clusters, order, places, by_token, marks, tokens, span, size,
         ROUNDS=rounds, CAUSAL=causal, BM=_SETTLED,
@@ -163,7 +163,7 @@ def _attend(
         into, sums = (t.new_empty((rounds, *t.shape)) for t in (out, lse))
     tile, launch = _tile(query, rounds, "forward")
     options: Any = _options(query, rounds, causal, slots is not None, self_last, dropout_p)
-    kernels.forward[(-(-count // tile["BM"]), rounds, batch * heads)](
+    kernels.forward[(-(-count // tile["BM"]) * rounds * batch * heads,)](
         query, key, value, into, sums, places, marks, _or(start, lse), _or(seed, lse),
         *_strides(query, key, value),
         tokens, count, _span(count), heads, places.shape[1], size, before, reach, scale * LOG2E,
@@ -172,11 +172,11 @@ def _attend(
     shape: Any = {"HEAD_DIM": head_dim, "D": options["D"]}
     rows = _rows_at_a_time(options["D"])
     if rounds > 1:
-        kernels.merge[(-(-tokens // rows), batch * heads)](
+        kernels.merge[(-(-tokens // rows) * batch * heads,)](
             into, sums, out, lse, tokens, heads, ROUNDS=rounds, BM=rows, **shape
         )
     elif slots is not None:
-        kernels.gather[(-(-tokens // rows), 1, batch * heads)](
+        kernels.gather[(-(-tokens // rows) * batch * heads,)](
             parts, slots, start, out, tokens, count, heads, MEAN=True, BM=rows, **shape
         )
     return out, parts, lse
@@ -226,19 +226,19 @@ def _backward(
     seed = _or(seed, lse)
     # The queries' kernel goes first: it leaves sums for the other.
     tile, launch = _tile(query, rounds, "backward_query")
-    kernels.backward_query[(-(-count // tile["BM"]), rounds, batch * heads)](
+    kernels.backward_query[(-(-count // tile["BM"]) * rounds * batch * heads,)](
         query, key, value, out, grad, lse, sums, grads, places, marks, seed,
         *numbers, **options, **tile, **launch,
     )  # fmt: skip
     tile, launch = _tile(query, rounds, "backward_key")
-    kernels.backward_key[(-(-count // tile["BN"]), rounds, batch * heads)](
+    kernels.backward_key[(-(-count // tile["BN"]) * rounds * batch * heads,)](
         query, key, value, grad, sums, grads, places, marks, _or(start, lse), seed,
         *numbers, **options, **tile, **launch,
     )  # fmt: skip
     if slots is None:
         return grads.sum(0) if rounds > 1 else grads[0]
     whole, rows = _grad_shapes(grad, query), _rows_at_a_time(options["D"])
-    kernels.gather[(-(-tokens // rows), 3, batch * heads)](
+    kernels.gather[(-(-tokens // rows) * 3 * batch * heads,)](
         grads, slots, start, whole, tokens, count, heads,
         MEAN=False, BM=rows, HEAD_DIM=head_dim, D=options["D"],
     )  # fmt: skip

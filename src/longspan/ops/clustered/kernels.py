@@ -34,6 +34,12 @@ PADDING = tl.constexpr(0x7FFFFFFF)  # the cluster of what is none, sorted last
 NUMBERS = ["n", "slots", "heads", "lists", "before", "drop"]
 
 
+@triton.jit
+def one_of(blocks):
+    """Which block of which row a program has. All are on one axis: the others end at 65,535."""
+    return tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+
+
 @remembered
 @triton.jit(do_not_specialize=["n", "span", "size"])
 def settle(
@@ -42,8 +48,8 @@ def settle(
 ):  # fmt: skip
     """Of clusters and tokens in sorted order [lists, rounds, n]: PLACES, and marks, by token if
     they are to be looked up from other rounds."""
-    row = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    block, row = one_of(tl.cdiv(n, BM))
+    slot = block * BM + tl.arange(0, BM)
     here = slot < n
     cluster = tl.load(CLUSTERS + row * n + slot, mask=here, other=0)
     token = tl.load(ORDER + row * n + slot, mask=here, other=0).to(tl.int32)
@@ -61,8 +67,8 @@ def settle(
 @triton.jit(do_not_specialize=["n", "span"])
 def spread(ORDER, BY_TOKEN, MARKS, n, span, ROUNDS: tl.constexpr, BM: tl.constexpr):
     """The marks that tokens have in all rounds, in the order of each."""
-    row = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    block, row = one_of(tl.cdiv(n, BM))
+    slot = block * BM + tl.arange(0, BM)
     here = slot < n
     token = tl.load(ORDER + row * n + slot, mask=here, other=0).to(tl.int32)
     BY_TOKEN += (row // ROUNDS * n) * ROUNDS
@@ -125,10 +131,11 @@ def forward(
 ):  # fmt: skip
     """Output [rounds, batch, rows, heads, dim] and log-sum-exp [rounds, batch, heads, rows] of BM
     slots of one round and head."""
-    first, number = tl.program_id(0) * BM, tl.program_id(1)
-    batch, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
+    block, stream = one_of(tl.cdiv(slots, BM))
+    first, number = block * BM, (stream % ROUNDS).to(tl.int32)
+    batch, head = stream // ROUNDS // heads, (stream // ROUNDS % heads).to(tl.int32)
     rows = slots if ROUTED else n
-    batches = (tl.num_programs(2) // heads).to(tl.int64)
+    batches = (tl.num_programs(0) // (tl.cdiv(slots, BM) * ROUNDS * heads)).to(tl.int64)
     PLACES += ((batch * lists + head % lists) * ROUNDS + number) * slots
     MARKS += ((batch * lists + head % lists) * ROUNDS + number) * ROUNDS * span
     slot = first + tl.arange(0, BM)
@@ -196,9 +203,10 @@ def merge(
     ROUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Rounds as one softmax over the keys of all."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    batches = (tl.num_programs(1) // heads).to(tl.int64)
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    block, stream = one_of(tl.cdiv(n, BM))
+    batch, head = stream // heads, stream % heads
+    batches = (tl.num_programs(0) // (tl.cdiv(n, BM) * heads)).to(tl.int64)
+    row = block * BM + tl.arange(0, BM)
     here = row < n
     PART_LSE += (batch * heads + head) * n + row
     peak = tl.full((BM,), NEVER, tl.float32)
@@ -232,9 +240,12 @@ def gather(
 ):  # fmt: skip
     """From rows of slots [parts, batch, slots, heads, dim] to rows of tokens, the sum or the MEAN:
     those of a token are listed in SLOTS from its START on."""
-    batch, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
-    part = tl.program_id(1) * (tl.num_programs(2) // heads) + batch
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    block, stream = one_of(tl.cdiv(n, BM))
+    parts = 1 if MEAN else 3
+    batch, head = stream // parts // heads, stream // parts % heads
+    batches = tl.num_programs(0) // (tl.cdiv(n, BM) * parts * heads)
+    part = stream % parts * batches + batch
+    row = block * BM + tl.arange(0, BM)
     here = row < n
     start = tl.load(START + (batch * heads + head) * (n + 1) + row, mask=here, other=0)
     count = members(START, batch, head, heads, n, row, here)
@@ -266,10 +277,11 @@ def backward_query(
     """One round's part in the gradient of the queries of BM slots, the first of GRADS [rounds, 3,
     batch, rows, heads, dim]; and SUMS [2, rounds, batch, heads, slots] for the keys' kernel, the
     log-sum-exp and delta = sum(out * grad), in the order of each round."""
-    first, number = tl.program_id(0) * BM, tl.program_id(1)
-    batch, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
+    block, stream = one_of(tl.cdiv(slots, BM))
+    first, number = block * BM, (stream % ROUNDS).to(tl.int32)
+    batch, head = stream // ROUNDS // heads, (stream // ROUNDS % heads).to(tl.int32)
     rows = slots if ROUTED else n
-    batches = (tl.num_programs(2) // heads).to(tl.int64)
+    batches = (tl.num_programs(0) // (tl.cdiv(slots, BM) * ROUNDS * heads)).to(tl.int64)
     PLACES += ((batch * lists + head % lists) * ROUNDS + number) * slots
     MARKS += ((batch * lists + head % lists) * ROUNDS + number) * ROUNDS * span
     slot = first + tl.arange(0, BM)
@@ -331,10 +343,11 @@ def backward_key(
 ):  # fmt: skip
     """The same for the keys and values of BN slots, the second and third of GRADS: their own chunk
     looks at them, and those behind."""
-    first, number = tl.program_id(0) * BN, tl.program_id(1)
-    batch, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
+    block, stream = one_of(tl.cdiv(slots, BN))
+    first, number = block * BN, (stream % ROUNDS).to(tl.int32)
+    batch, head = stream // ROUNDS // heads, (stream // ROUNDS % heads).to(tl.int32)
     rows = slots if ROUTED else n
-    batches = (tl.num_programs(2) // heads).to(tl.int64)
+    batches = (tl.num_programs(0) // (tl.cdiv(slots, BN) * ROUNDS * heads)).to(tl.int64)
     PLACES += ((batch * lists + head % lists) * ROUNDS + number) * slots
     MARKS += ((batch * lists + head % lists) * ROUNDS + number) * ROUNDS * span
     slot = first + tl.arange(0, BN)
@@ -353,7 +366,6 @@ def backward_key(
     mark = own_marks(slot, MARKS, number, span, CAUSAL)
     low = mark if CAUSAL else mark // size * size
     width = reach + 1 if CAUSAL else (before + 1) * size
-    stream = (batch * heads + head) * ROUNDS + number
 
     dk = tl.zeros((BN, D), tl.float32)
     dv = tl.zeros((BN, D), tl.float32)

@@ -34,6 +34,13 @@ COUNTS = ["n", "heads", "splits", "features"]
 
 
 @triton.jit
+def one_of(blocks):
+    """Which block of which pair of batch row and head a program has. All are on one axis: the
+    others end at 65,535."""
+    return tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+
+
+@triton.jit
 def load_rows(
     base, first, end, stride, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -85,8 +92,8 @@ def sum_keys(
     [pairs, splits, features + 1, head_dim]; in TOTALS [pairs, splits, 2, features + 1] the
     exponents they are relative to, and what to divide by. Last, the plain sum and number."""
     blocks = tl.cdiv(features, BF)
-    block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    pair = tl.program_id(1).to(tl.int64)
+    block, number = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    split, pair = number % splits, (number // splits).to(tl.int64)
     batch, head = pair // heads, pair % heads
     KEY += batch * k_batch + head * k_head
     VALUE += batch * v_batch + head * v_head
@@ -137,8 +144,8 @@ def join_keys(
     [pairs, features + 2, head_dim], and their log z in LOGS [pairs, places + 16], -inf where there
     is no such place. Behind them, the mean and, under all places' shares of the sum of z, the mean
     of places; top and log sum of z."""
-    column = tl.program_id(0) * BD + tl.arange(0, BD)
-    pair = tl.program_id(1).to(tl.int64)
+    block, pair = one_of(tl.cdiv(HEAD_DIM, BD))
+    column = block * BD + tl.arange(0, BD)
     inside = column < HEAD_DIM
     SUMS += pair * splits * (features + 1) * HEAD_DIM
     TOTALS += pair * splits * 2 * (features + 1)
@@ -190,14 +197,14 @@ def join_keys(
         at += pair * features * HEAD_DIM
         tl.store(VALUES + at, found.to(VALUES.dtype.element_ty), mask=here)
         log = tl.where(live, log, -float("inf"))
-        tl.store(LOGS + place, log, mask=(row < BF) & (tl.program_id(0) == 0))
+        tl.store(LOGS + place, log, mask=(row < BF) & (block == 0))
         z = tl.exp2(log - top)
         whole += z
         shared += tl.sum(z[:, None] * found, 0)
     total = tl.sum(whole, 0)
     tl.store(WIDE + features * HEAD_DIM + column, mean, mask=inside)
     tl.store(WIDE + (features + 1) * HEAD_DIM + column, shared / total, mask=inside)
-    if tl.program_id(0) == 0:
+    if block == 0:
         last = tl.arange(0, 16)
         tl.store(LOGS + places + last, tl.where(last == 0, top, tl.log2(total)))
 
@@ -212,8 +219,8 @@ def read(
 ):  # fmt: skip
     """What some queries make of the places; for the backward pass LSE and TRACE [pairs, row], inf
     and 0 where there is no query."""
-    start = tl.program_id(0) * BM
-    pair = tl.program_id(1).to(tl.int64)
+    block, pair = one_of(tl.cdiv(n, BM))
+    start = block * BM
     batch, head = pair // heads, pair % heads
     QUERY += batch * q_batch + head * q_head
     VALUES += pair * features * HEAD_DIM
@@ -268,8 +275,8 @@ def backward_query(
 ):  # fmt: skip
     """Gradients of some queries, and in DELTA [pairs, row] the mean under p of the gradients of p:
     from a first pass over the places, as the output is too coarse to tell it."""
-    start = tl.program_id(0) * BM
-    pair = tl.program_id(1).to(tl.int64)
+    block, pair = one_of(tl.cdiv(n, BM))
+    start = block * BM
     batch, head = pair // heads, pair % heads
     QUERY += batch * q_batch + head * q_head
     GRAD += batch * g_batch + head * g_head
@@ -317,8 +324,8 @@ def sum_queries(
     """Gradients of the values of some places from one piece of the queries, in SUMS
     [pairs, splits, features, head_dim], and in TOTALS [pairs, splits, features] sums of p delta."""
     blocks = tl.cdiv(features, BF)
-    block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    pair = tl.program_id(1).to(tl.int64)
+    block, number = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    split, pair = number % splits, (number // splits).to(tl.int64)
     batch, head = pair // heads, pair % heads
     QUERY += batch * q_batch + head * q_head
     GRAD += batch * g_batch + head * g_head
@@ -362,8 +369,8 @@ def join_queries(
     in OFFSETS [pairs, places], what to take off their products with values to get the gradients
     of a. It is put together from the rounded gradients, so that roundings cancel where a key is all
     that a place has."""
-    first = tl.program_id(0) * BF
-    pair = tl.program_id(1).to(tl.int64)
+    block, pair = one_of(places // BF)
+    first = block * BF
     place = first + tl.arange(0, BF)
     total = tl.zeros((BF,), tl.float32)
     acc = tl.zeros((BF, D), tl.float32)
@@ -397,8 +404,8 @@ def backward_key(
 ):  # fmt: skip
     """Gradients of some keys and their values. a is 2^lift times itself, which GRADS and OFFSETS
     make up for: it sums up to 1 over all keys, and they are sums over all queries."""
-    start = tl.program_id(0) * BM
-    pair = tl.program_id(1).to(tl.int64)
+    block, pair = one_of(tl.cdiv(n, BM))
+    start = block * BM
     batch, head = pair // heads, pair % heads
     KEY += batch * k_batch + head * k_head
     VALUE += batch * v_batch + head * v_head

@@ -48,17 +48,17 @@ def forward(
     splits, size = _splits(query, features, tile)
     sums = logs.new_empty((pairs, splits, features + 1, head_dim))
     totals = logs.new_empty((pairs, splits, 2, features + 1))
-    kernels.sum_keys[(splits * -(-features // tile.own), pairs)](
+    kernels.sum_keys[(pairs * splits * -(-features // tile.own),)](
         key, value, projection, _mask(valid, key), sums, totals,
         *_strides(key), *_strides(value), n, heads, splits, size, features, scale, half,
         BF=tile.own, BN=tile.stream, PADDED=valid is not None, **common, **tile.launch(),
     )  # fmt: skip
-    kernels.join_keys[(-(-head_dim // JOINED), pairs)](
+    kernels.join_keys[(pairs * -(-head_dim // JOINED),)](
         sums, totals, values, wide, logs, splits, features, places, least,
         HEAD_DIM=head_dim, BF=PLACES, BD=JOINED,
     )  # fmt: skip
     tile = _tile("read", query)
-    kernels.read[(-(-n // tile.own), pairs)](
+    kernels.read[(pairs * -(-n // tile.own),)](
         query, projection, values, wide, logs, out, rows[0], rows[1],
         *_strides(query), n, rows.shape[2], heads, features, places, scale, least,
         BM=tile.own, BF=tile.stream, WHOLE=features % tile.stream == 0,
@@ -92,7 +92,7 @@ def backward(
     projection = projection.contiguous()
     delta = torch.empty_like(rows[0])
     tile = _tile("backward_query", query)
-    kernels.backward_query[(-(-n // tile.own), pairs)](
+    kernels.backward_query[(pairs * -(-n // tile.own),)](
         query, grad, projection, values, logs, rows[0], rows[1], delta, dq,
         *_strides(query), *_strides(grad), n, row, heads, features, places, scale, back,
         BM=tile.own, BF=tile.stream, **common, **tile.launch(),
@@ -101,7 +101,7 @@ def backward(
     splits, size = _splits(query, features, tile)
     sums = logs.new_empty((pairs, splits, features, head_dim))
     totals = logs.new_empty((pairs, splits, features))
-    kernels.sum_queries[(splits * -(-features // tile.own), pairs)](
+    kernels.sum_queries[(pairs * splits * -(-features // tile.own),)](
         query, grad, projection, logs, rows[0], rows[1], delta, sums, totals,
         *_strides(query), *_strides(grad), n, row, heads, splits, size, features, places, scale,
         BF=tile.own, BN=tile.stream, **common, **tile.launch(),
@@ -110,12 +110,12 @@ def backward(
     # that float16 holds both.
     lift = float(n.bit_length() // 2)
     grads, offsets = torch.empty_like(values), logs.new_empty((pairs, places))
-    kernels.join_queries[(places // JOINED, pairs)](
+    kernels.join_queries[(pairs * places // JOINED,)](
         sums, totals, values, wide, grads, offsets, splits, features, places, 2.0**-lift,
         HEAD_DIM=head_dim, D=common["D"], BF=JOINED,
     )  # fmt: skip
     tile = _tile("backward_key", query)
-    kernels.backward_key[(-(-n // tile.own), pairs)](
+    kernels.backward_key[(pairs * -(-n // tile.own),)](
         key, value, projection, _mask(valid, key), grads, offsets, logs, dk, dv,
         *_strides(key), *_strides(value), n, heads, features, places,
         scale, half, back, least, lift,
