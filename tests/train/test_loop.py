@@ -101,6 +101,38 @@ def test_what_a_kill_left_unfinished_is_not_built_upon(tmp_path):
     assert not (last / "state-1.safetensors").exists()
 
 
+def test_a_folder_has_one_process_at_a_time(tmp_path):
+    """Also where the other was thought to be dead, and is about to write a checkpoint."""
+    made = recipe("window", steps=1, save_every=1)
+    go(made, tmp_path)
+    torn = checkpoint.unfinished(checkpoint.folder_of(tmp_path, 99))
+    torn.mkdir()
+    script = (
+        "import sys; from pathlib import Path; from longspan.train import checkpoint\n"
+        "with checkpoint.claim(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], **pipes) as other:
+        assert other.stdout.readline().strip() == b"mine"
+        with pytest.raises(ValueError, match="another process is training in"):
+            go(made, tmp_path, resume=True)
+        assert torn.exists()
+        other.kill()
+    go(made, tmp_path, resume=True)
+    assert not torn.exists()
+
+
+def test_a_run_that_is_older_than_a_setting_goes_on(tmp_path):
+    made = recipe("window", steps=1)
+    go(made, tmp_path)
+    known = checkpoint.read_json(tmp_path / "recipe.json")
+    del known["minutes"]
+    checkpoint.write_json(tmp_path / "recipe.json", known)
+    go(made, tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"other settings \(minutes\)"):
+        go(replace(made, minutes=5.0), tmp_path, resume=True)
+
+
 @pytest.mark.slow
 def test_killed_it_goes_on(tmp_path):
     """A process that gets no chance to clean up, killed while it trains."""

@@ -95,9 +95,7 @@ def done_before(recipe: Finetuning, run: Path) -> dict[str, Any] | None:
     results = run / "results.json"
     if not results.exists():
         return None
-    known = checkpoint.read_json(run / "recipe.json")
-    wanted = json.loads(json.dumps(recipe.to_dict()))
-    differing = [key for key in wanted if wanted[key] != known.get(key)]
+    differing = recipe.differing(checkpoint.read_json(run / "recipe.json"))
     if differing:
         raise ValueError(
             f"{run} was done with other settings ({', '.join(differing)}): name another folder"

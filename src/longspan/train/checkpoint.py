@@ -9,10 +9,11 @@ A checkpoint is written under another name and renamed when it is complete, so t
 at any moment goes on from the last complete one. Nothing is ever pickled.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 _EVERYWHERE = StateDictOptions(full_state_dict=True)
 _TO_MAIN = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -64,6 +70,24 @@ def finish(folder: Path, progress: Mapping[str, Any], keep: set[int]) -> None:
     for other in folder.parent.glob("step-*"):
         if other.suffix == ".tmp" or int(other.name.removeprefix("step-")) not in keep:
             shutil.rmtree(other)
+
+
+@contextlib.contextmanager
+def claim(run: Path) -> Iterator[None]:
+    """Keep other processes from training in this folder. The system gives it back when the process
+    ends, however it ends."""
+    with open(run / ".claim", "a") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process is training in {run}: wait for it, or end it, or name "
+                    "another folder"
+                ) from None
+            except OSError:
+                pass  # a file system without such locks
+        yield
 
 
 def clear(run: Path) -> None:

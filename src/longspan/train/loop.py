@@ -7,7 +7,6 @@ the step and the process, and what is read follows from the step, so a run that 
 to the same losses.
 """
 
-import json
 import math
 import sys
 import time
@@ -61,14 +60,30 @@ def train(
         mixed_precision=recipe.precision,
         dynamo_plugin=_compiler(recipe, task),
     )
+    shares = _shares(recipe, accelerator)
+    console = console or Console()
+    if not accelerator.is_main_process:
+        return _train(recipe, task, run, resume, console, accelerator, shares)
+    _prepare_folder(recipe, run, resume)
+    with checkpoint.claim(run):
+        checkpoint.clear(run)
+        return _train(recipe, task, run, resume, console, accelerator, shares)
+
+
+def _train(
+    recipe: Plan,
+    task: Task,
+    run: Path,
+    resume: bool,
+    console: Console,
+    accelerator: Accelerator,
+    shares: list[list[range]],
+) -> dict[str, Any]:
+    """One linear function: what every process does, once the folder is the run's."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded:
         _prepare_sharding(accelerator)
     main = accelerator.is_main_process
-    console = console or Console()
-    shares = _shares(recipe, accelerator)
-    if main:
-        _prepare_folder(recipe, run, resume)
     accelerator.wait_for_everyone()
     last = checkpoint.find(run)
 
@@ -296,25 +311,22 @@ def _seed(*numbers: int) -> int:
 def _prepare_folder(recipe: Plan, run: Path, resume: bool) -> None:
     """Write the recipe down; a folder with another run in it is refused."""
     path = run / "recipe.json"
-    wanted = json.loads(json.dumps(recipe.to_dict()))
     if path.exists():
         if not resume:
             raise ValueError(
                 f"{run} holds a run already: --resume goes on with it, --output names another"
             )
-        known = json.loads(path.read_text(encoding="utf8"))
-        differing = [name for name in wanted if wanted[name] != known.get(name)]
+        differing = recipe.differing(checkpoint.read_json(path))
         if differing:
             raise ValueError(
                 f"{run} was begun with other settings ({', '.join(differing)}): resume it with "
                 "the same ones, or name another folder"
             )
-        checkpoint.clear(run)
         return
     if resume:
         raise ValueError(f"{run} holds no run to resume")
     run.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_json(path, wanted)
+    checkpoint.write_json(path, recipe.to_dict())
 
 
 def _shares(recipe: Plan, accelerator: Accelerator) -> list[list[range]]:
