@@ -109,7 +109,7 @@ def test_positions(text, tmp_path):
         (["study", "positions", "--only", "middle"], "there is no arm 'middle'"),
         (
             ["study", "rivals", "--model", "x"],
-            "are for the studies of positions, summaries and lra",
+            "are for studies of positions, summaries or lra",
         ),
         (["study", "summaries"], "give --data FILE"),
         (["study", "summaries", "--lengths", "1K"], "--lengths 1K: give numbers"),

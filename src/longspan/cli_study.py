@@ -110,10 +110,10 @@ def study(
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
     [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
+    Processes of lra with one --only each may run side by side in one folder, with --shared; then
+    the command with all of them puts them together.
     [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
     [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
-    Of [bold]lra[/], processes with one --only each may run side by side in the same folder, with
-    --shared; then the command with all of them puts them together.
     With --prepare first, and the same options, processes of --lengths 1024, 4096 and 16384 may then
     run side by side; without --lengths the command puts them together.
     """
@@ -161,7 +161,7 @@ def study(
         if given or practice or prepare or shared:
             raise ValueError(
                 "--model, --valid, --test, --text, --answers, --lengths, --practice, --prepare and "
-                "--shared are for the studies of positions, summaries and lra"
+                "--shared are for studies of positions, summaries or lra"
             )
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:

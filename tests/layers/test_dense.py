@@ -131,6 +131,35 @@ def test_who_watches_a_block_sees_all_tokens_at_once() -> None:
 
 
 @torch.no_grad()
+def test_what_looks_along_the_tokens_is_given_all_of_them() -> None:
+    """Parts that somebody has replaced, or whose call somebody has replaced."""
+    block: Any = Block(WindowAttention(24, 3, 16), 24, 40, activation=gelu).eval()
+    hidden = torch.randn(1, 700, 24)
+    seen = visibility(hidden)
+    seen_by: list[torch.Size] = []
+
+    class Adapter(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen_by.append(x.shape)
+            return self.inner(x) + x.mean(dim=1, keepdim=True)
+
+    plain = block(hidden, seen)
+    block.project = Adapter(block.project)
+    adapted = block(hidden, seen)
+    assert seen_by == [hidden.shape]
+    assert not torch.equal(adapted, plain)
+    block.project = block.project.inner
+    inner = block.up.forward
+    block.up.forward = lambda x: seen_by.append(x.shape) or inner(x)
+    torch.testing.assert_close(block(hidden, seen), plain, rtol=1e-4, atol=1e-5)
+    assert seen_by == [hidden.shape, hidden.shape]
+
+
+@torch.no_grad()
 def test_other_activations_are_applied() -> None:
     layer, x = layer_and_input(torch.float32)
     torch.testing.assert_close(project(layer, x, relu), relu(layer(x)), rtol=0, atol=0)

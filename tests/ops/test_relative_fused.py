@@ -92,6 +92,22 @@ def test_chunks_join_without_a_seam(left, dilation, memory):
     compare(problem(70, memory, batch=3), left=left, dilation=dilation)
 
 
+def test_large_gradients_do_not_overflow():
+    """As a scaled loss has them; the plain path allows as much."""
+    tensors = problem(96, 0, head_dim=64, dtype=torch.float16)
+    out = banded_attention(*tensors[:3], relative=Relative(*tensors[3:]), left=40)
+    torch.manual_seed(1)
+    for found in torch.autograd.grad(out, tensors, 4096 * torch.randn_like(out)):
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_scales_are_checked(scale):
+    tensors = problem(5, 0)
+    with pytest.raises(ValueError, match="scale must be a positive number"):
+        banded_attention(*tensors[:3], relative=Relative(*tensors[3:]), left=3, scale=scale)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("left", "dilation"), [(None, 1), (30, 1), (20, [1, 3])])
 def test_it_is_no_less_precise(dtype, left, dilation, monkeypatch):

@@ -1,6 +1,7 @@
 """What a study of Long Range Arena found, beside what was published, from its data alone."""
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def describe(result: Study, shared: bool = False) -> dict[str, Any]:
         "published": {k: v[_COLUMN[result.recipe]] for k, v in PUBLISHED.items()},
         "cited": CITED,
         "machine": ", ".join(dict.fromkeys(one["machine"] for one in made)),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "made": [one for place, one in enumerate(made) if one not in made[:place]],
     }
 

@@ -7,8 +7,11 @@ from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.dense import in_pieces, prepared, project
+from longspan.layers.quantized import QuantizedLinear
 from longspan.ops.shorten import Pools
 from longspan.ops.window import Visibility
+
+_PLAIN = (nn.Linear, QuantizedLinear, nn.LayerNorm, nn.Identity, nn.Dropout)
 
 
 class Block(nn.Module):
@@ -70,16 +73,16 @@ class Block(nn.Module):
         mixed = self._attend(hidden, seen, positions, position_ids, pools)
         kept = hidden if pools is None else pools.mean(hidden)
         # Of pieces, too, but MKL's layout (11 MB or more) does not pay for a weight of this size.
-        project, feed = prepared(self.project, mixed), self._feed(mixed)
+        output, feed = prepared(self.project, mixed), self._feed(mixed)
 
         def rest(mixed: Tensor, kept: Tensor) -> Tensor:
-            hidden = self.dropout(project(mixed)) + kept
+            hidden = self.dropout(output(mixed)) + kept
             if self.norm_first:
                 return hidden + feed(self.feed_forward_norm(hidden))
             hidden = self.attention_norm(hidden)
             return self.feed_forward_norm(hidden + feed(hidden))
 
-        return rest(mixed, kept) if self._is_watched() else in_pieces(rest, mixed, kept)
+        return in_pieces(rest, mixed, kept) if self._is_plain() else rest(mixed, kept)
 
     def mix(
         self,
@@ -98,7 +101,7 @@ class Block(nn.Module):
         if self.norm_first:
             hidden = self.feed_forward_norm(hidden)
         feed = self._feed(hidden)
-        return feed(hidden) if self._is_watched() else in_pieces(feed, hidden)
+        return in_pieces(feed, hidden) if self._is_plain() else feed(hidden)
 
     def attention_input(self, hidden: Tensor) -> Tensor:
         """What the attention is given of a block's input."""
@@ -136,6 +139,13 @@ class Block(nn.Module):
 
         return feed
 
-    def _is_watched(self) -> bool:
-        """Whether somebody looks at what a part is given or returns, and wants all of it."""
-        return any(part._forward_hooks or part._forward_pre_hooks for part in self.children())
+    def _is_plain(self) -> bool:
+        """Whether no part is anything but what it was built as, or from int8 weights: an adapter
+        may look along the tokens, and whoever watches a part wants to see all of them."""
+        parts = (self.project, self.up, self.down, self.attention_norm, self.feed_forward_norm)
+        return all(
+            type(part) in _PLAIN
+            and "forward" not in vars(part)
+            and not (part._forward_hooks or part._forward_pre_hooks)
+            for part in (*parts, self.dropout, self.inner_dropout)
+        )

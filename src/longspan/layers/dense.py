@@ -132,6 +132,8 @@ def one_product(layer: nn.Module, x: Tensor) -> bool:
     # Anything but a plain layer on plain tensors, such as an adapter, has a call of its own.
     return (
         type(layer) is nn.Linear
+        and "forward" not in vars(layer)  # as accelerate's hooks replace it
+        and type(layer.weight) is nn.Parameter
         and type(x) is Tensor
         and not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()

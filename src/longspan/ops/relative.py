@@ -9,7 +9,6 @@ There may be more keys than queries: the queries are then the last tokens, the k
 memory or a cache. Without positions it is plain attention, which is how cached keys are read.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from longspan.ops.relative_fused import Asked, attend, serves
-from longspan.ops.window.pattern import check_dilation
+from longspan.ops.window.pattern import check_dilation, check_scale
 
 # Queries per block, unless the window is longer: then a block is as long as that, so that at
 # least half of the scores of a block are in use.
@@ -94,7 +93,7 @@ def banded_attention(
     if queries > tokens:
         raise ValueError(f"{queries} queries but {tokens} keys: the queries are the last tokens")
     steps = check_dilation(dilation, query.shape[2])
-    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+    scale = check_scale(scale, query.shape[3])
     if len(set(steps)) == 1:
         return _one_dilation(query, key, value, relative, left, steps[0], dropout_p, scale)
     parts, order = [], []

@@ -3,8 +3,9 @@
 The part of the scores that goes by distance, (q + v) . r, is a plain product, made for some queries
 at a time (a *chunk*); the kernels read it where it stands and never see r. Backward they leave the
 gradients of a chunk's scores in memory of the same shape, from which two more products make those
-of the queries and of r. So memory beyond the tensors themselves is that of a chunk, one forward and
-two backward, whatever the length. Nothing is atomic, and nothing is read back.
+of the queries and of r. So of scores there are never more than a chunk's, one forward and two
+backward, whatever the length; beside them stand copies of queries and sums over keys in float32, as
+long as the text. Nothing is atomic, and nothing is read back.
 """
 
 import math
@@ -295,12 +296,12 @@ def backward_op(
                     _placed(call, chunk, place, falling),
                 )
                 needed = falling[call.width - chunk.width :].transpose(0, 1)
-                found = (ds @ needed).mul_(scale).unflatten(1, (chunk.row1 - chunk.row0, -1))
+                found = _scaled(ds, needed, scale).unflatten(1, (chunk.row1 - chunk.row0, -1))
                 chunk.of(dplace).copy_(found.permute(1, 2, 0, 3))
-                _add_by_distance(by_falling, ds, _by_head(chunk.of(place)))
+                _add_by_distance(by_falling, ds, _by_head(chunk.of(place)), scale)
                 del ds  # before the next is made
         known = by_falling[:, call.width - call.distances :].transpose(0, 1)
-        dtable[: call.distances] = known.flip(0) * scale
+        dtable[: call.distances] = known.flip(0)
     return dcontent, dplace, both.to(key.dtype), dtable.to(table.dtype)
 
 
@@ -341,13 +342,18 @@ def _backward_chunk(
     return ds
 
 
-def _add_by_distance(total: Tensor, ds: Tensor, place: Tensor) -> None:
+def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Their product times the scale, which comes before rounding: float16 has no room to spare."""
+    return torch.baddbmm(a.new_zeros(()), a, b, beta=0.0, alpha=scale)
+
+
+def _add_by_distance(total: Tensor, ds: Tensor, place: Tensor, scale: float) -> None:
     """Add to the last of `total` [heads, distances, head_dim] what scores `ds` [heads, queries,
     distances] and queries [heads, queries, head_dim] make. A long sum of few results would keep few
     processors busy: it is cut into parts."""
     parts = math.gcd(ds.shape[1], 16)
     ds, place = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (ds, place))
-    found = (ds.mT @ place).unflatten(0, (-1, parts)).sum(1, dtype=torch.float32)
+    found = _scaled(ds.mT, place, scale).unflatten(0, (-1, parts)).sum(1, dtype=torch.float32)
     total[:, total.shape[1] - found.shape[1] :] += found
 
 

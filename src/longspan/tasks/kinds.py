@@ -35,6 +35,7 @@ class Arm:
 class Study:
     recipe: str
     measure: str
+    settings: dict[str, Any]  # the same for all
     examples: int  # in the test split
     arms: list[Arm]
     failed: dict[str, str]  # why, by kind
@@ -76,7 +77,11 @@ def study(
         task = None
         gc.collect()
         torch.compiler.reset()
-    return Study(recipe.name, recipe.measure, len(base.documents.test), arms, failed)
+    names = ("updates", "batch", "learning_rate", "warmup", "alike", "seed")
+    settings = {name: getattr(recipe, name) for name in names}
+    assert recipe.model.new is not None  # as `kinds_of` has seen
+    settings |= {"length": recipe.model.length, **recipe.model.new.config}
+    return Study(recipe.name, recipe.measure, settings, len(base.documents.test), arms, failed)
 
 
 def _carry_out(task: Any, kind: str, run: Path, console: Console) -> Arm:

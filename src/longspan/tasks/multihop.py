@@ -257,6 +257,7 @@ class Multihop(Reasoner, QuestionTask):
             splits.append(made)
         self.asked = Splits(*splits)
         self.reach = self.check_length([one for split in self.asked for one in split])
+        self._order = self.draw(self.recipe)
 
     def notes(self) -> list[str]:
         """What a user should know before training begins."""

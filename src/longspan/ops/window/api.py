@@ -1,6 +1,5 @@
 """`window_attention`: check what was given, choose a backend, call it."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,13 @@ from torch import Tensor
 
 from longspan.ops.backends import Backend, choose
 from longspan.ops.window import autograd, dropout, reference
-from longspan.ops.window.pattern import Pattern, Visibility, check_dilation, check_window
+from longspan.ops.window.pattern import (
+    Pattern,
+    Visibility,
+    check_dilation,
+    check_scale,
+    check_window,
+)
 from longspan.ops.window.pattern import visibility as describe
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -123,7 +128,7 @@ def window_attention(
     pattern = Pattern(
         *check_window(window),
         dilation=check_dilation(dilation, query.shape[2]),
-        scale=_check_scale(scale, query.shape[3]),
+        scale=check_scale(scale, query.shape[3]),
         dropout_p=_check_dropout(dropout_p),
         global_rows=global_rows is True,
     )
@@ -238,14 +243,6 @@ def _check_rows(
     if tuple(rows.shape) != wanted:
         raise ValueError(f"global rows must be {wanted}, got {tuple(rows.shape)}")
     return rows.to(query.dtype), at
-
-
-def _check_scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(max(head_dim, 1))
-    if not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be a positive number, got {scale!r}")
-    return float(scale)
 
 
 def _check_dropout(dropout_p: float) -> float:

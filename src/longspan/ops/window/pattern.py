@@ -7,6 +7,7 @@ Two small values travel from the public function to every backend:
   once per batch by `visibility()` and can serve every layer of a model.
 """
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,6 +67,14 @@ def check_window(window: int | Sequence[int]) -> tuple[int, int]:
     if left < 0 or right < 0:
         raise ValueError(f"window={window!r} must not be negative on either side")
     return left, right
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(max(head_dim, 1))
+    if not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a positive number, got {scale!r}")
+    return float(scale)
 
 
 def check_dilation(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
