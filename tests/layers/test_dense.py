@@ -160,6 +160,18 @@ def test_what_looks_along_the_tokens_is_given_all_of_them() -> None:
 
 
 @torch.no_grad()
+def test_what_a_watcher_of_a_block_keeps_stays_as_it_was() -> None:
+    """Though residuals are added in place where nobody watches."""
+    block = Block(WindowAttention(24, 3, 16), 24, 40, activation=gelu).eval()
+    hidden = torch.randn(1, 700, 24)
+    seen = []
+    block.dropout.register_forward_hook(lambda _, __, out: seen.append((out, out.clone())))
+    block(hidden, visibility(hidden))
+    assert len(seen) == 2
+    assert all(torch.equal(out, then) for out, then in seen)
+
+
+@torch.no_grad()
 def test_other_activations_are_applied() -> None:
     layer, x = layer_and_input(torch.float32)
     torch.testing.assert_close(project(layer, x, relu), relu(layer(x)), rtol=0, atol=0)
@@ -175,9 +187,10 @@ def test_a_block_without_gradients_is_the_same_block(gated: bool, norm_first: bo
         WindowAttention(24, 3, 16), 24, 40, activation=gelu, gated=gated, norm_first=norm_first
     ).eval()
     hidden = torch.randn(2, 700, 24)
-    seen = visibility(hidden)
+    given, seen = hidden.clone(), visibility(hidden)
     with torch.no_grad():
         ours = block(hidden, seen)
+    assert torch.equal(hidden, given)
     whole = block(hidden, seen)
     exact = block.double()(hidden.double(), seen)
     assert ours.shape == hidden.shape

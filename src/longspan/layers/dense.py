@@ -131,11 +131,11 @@ def one_product(layer: nn.Module, x: Tensor) -> bool:
     """Whether oneDNN or MKL may compute `layer(x)`: nobody notices but by the time it takes."""
     # Anything but a plain layer on plain tensors, such as an adapter, has a call of its own.
     return (
-        type(layer) is nn.Linear
+        not torch.compiler.is_compiling()
+        and type(layer) is nn.Linear
         and "forward" not in vars(layer)  # as accelerate's hooks replace it
         and type(layer.weight) is nn.Parameter
         and type(x) is Tensor
-        and not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and x.device.type == "cpu"
         and x.numel() > 0
