@@ -111,8 +111,9 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
         "import sys; from pathlib import Path; from longspan.train import checkpoint\n"
         "with checkpoint.claim(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], **pipes) as other:
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
         assert other.stdout.readline().strip() == b"mine"
         with pytest.raises(ValueError, match="another process is training in"):
             go(made, tmp_path, resume=True)
