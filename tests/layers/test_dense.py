@@ -108,7 +108,7 @@ def test_pieces_and_weights_laid_out(
 
 @torch.no_grad()
 def test_in_pieces_of_several_tensors() -> None:
-    x, y = torch.randn(2, 700, 3), torch.randn(2, 700, 3)
+    x, y = torch.randn(2, 1100, 3), torch.randn(2, 1100, 3)
     sizes = []
 
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_in_pieces_of_several_tensors() -> None:
 
     made = in_pieces(function, x, y)
     torch.testing.assert_close(made, torch.cat([x - y, x], dim=-1), rtol=0, atol=0)
-    assert sizes == [512, 512, 376]
+    assert sizes == [512, 512, 512, 512, 152]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_MANY = 2048  # tokens for which laying out a weight pays: it takes the time of 40 to 70
+_MANY = 2048  # tokens for which pieces, and laying out weights (the time of 40 to 70), pay
 _FEW = 16  # tokens that make up for the time it takes to widen a weight
 _TOKENS = 512  # at a time, see `in_pieces`
 
@@ -57,7 +57,8 @@ def prepared(
     if rows is not None:
         weight, bias = weight[rows], None if bias is None else bias[rows]
     many = x.shape[:-1].numel() >= _MANY
-    if has_mkl() and x.dtype == torch.float32:
+    if x.dtype == torch.float32 and (has_mkl() or not many):
+        # Few tokens are multiplied as torch does it, hence with the bits of other models.
         return _by_mkl(weight, bias, laid_out=many and in_pieces)
     if has_mkl() and not has_bf16_products() and x.shape[:-1].numel() >= _FEW:
         return _in_float32(weight, bias, laid_out=many)
@@ -114,7 +115,7 @@ def in_pieces(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     first = tensors[0]
     whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
     # A graph that is to serve any length must not even ask for the number of tokens.
-    if whole or first.device.type != "cpu" or first.shape[:-1].numel() <= _TOKENS:
+    if whole or first.device.type != "cpu" or first.shape[:-1].numel() < _MANY:
         return function(*tensors)
     pieces = zip(*(tensor.flatten(0, -2).split(_TOKENS) for tensor in tensors), strict=True)
     out = None

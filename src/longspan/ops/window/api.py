@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.backends import Backend, choose
-from longspan.ops.window import autograd, dropout, reference
+from longspan.ops.window import autograd, blocked, dropout, reference
 from longspan.ops.window.pattern import (
     Pattern,
     Visibility,
@@ -145,6 +145,11 @@ def window_attention(
         check_visibility(query, visibility)
     chosen = choose(backend, BACKENDS, query.device, query.dtype, query.shape[3]).name
     seed = dropout.new_seed(query.device) if pattern.dropout_p > 0 else None
+    if (backend, chosen, query.dtype) == ("auto", "native", torch.float32):
+        # As fast, and what fits the window comes out to the bit as from a dense model. A graph
+        # that is to serve any length must not ask for it.
+        if not torch.compiler.is_compiling() and blocked.uncut(query, key, pattern, seed):
+            chosen = "blocked"
     if query.numel() == 0:
         # Nothing to attend to; keep the graph connected.
         return query + (key.sum() + value.sum()).to(query.dtype)

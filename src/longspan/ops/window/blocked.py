@@ -9,6 +9,8 @@ each a dense rectangle under a mask:
 
 Each piece is softmax attention of its own. The forward pass joins them through their log-sum-exp;
 the backward pass, which knows the final log-sum-exp of each row, simply adds up their gradients.
+
+Rows that are shorter than their windows are not cut at all (`uncut`).
 """
 
 from collections.abc import Iterator
@@ -26,6 +28,8 @@ _SCORES = 1 << 20
 # more calls, larger more pairs of different documents in one rectangle.
 _COLUMN_QUERIES = 1024
 _ROW_QUERIES = 32
+# Tokens up to which torch's kernel, all rows at once, is as fast as any of ours.
+_SHORT = 384
 
 
 class _Strided(NamedTuple):
@@ -292,6 +296,27 @@ def _fused(query: Tensor, seed: Tensor | None) -> bool:
     return seed is None and query.device.type == "cpu"
 
 
+def uncut(query: Tensor, key: Tensor, pattern: Pattern, seed: Tensor | None) -> bool:
+    """Whether windows reach over whole rows, and these are short: then all is one call of torch's
+    kernel, as in dense models, which gives the bits that those give."""
+    reach = min(pattern.left, pattern.right, _SHORT - 1)
+    alike = query.shape[2] == key.shape[2] and set(pattern.dilation) == {1}
+    return _fused(query, seed) and alike and query.shape[1] - 1 <= reach
+
+
+def _whole(query: Tensor, seen: Visibility, pattern: Pattern) -> _Tile:
+    """All pairs of all rows."""
+    bias = None
+    if seen.start is not None and seen.stop is not None:
+        position = torch.arange(query.shape[1], device=query.device)
+        visible = (position >= seen.start[..., None]) & (position < seen.stop[..., None])
+        visible &= seen.stop[:, None] > 0
+        if not visible.all():
+            bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+            bias = bias.masked_fill_(~visible, -torch.inf)[:, None]
+    return _Tile(bias, pattern.scale, None, fused=True)
+
+
 def _work(
     query: Tensor, key_heads: int, seen: Visibility, pattern: Pattern, seed: Tensor | None
 ) -> Iterator[tuple[int, _Lane, _Piece, _Tile]]:
@@ -338,6 +363,10 @@ def forward(
     """Output [batch, tokens, heads, dim], log-sum-exp [batch, heads, tokens], 0 for blank rows."""
     dtype = query.dtype
     query, key, value = _working(query, key, value)
+    if uncut(query, key, pattern, seed):
+        tile = _whole(query, seen, pattern)
+        out, lse = tile.forward(*(t.transpose(1, 2) for t in (query, key, value)))
+        return _without_rows(out.transpose(1, 2).to(dtype), lse.contiguous(), seen, pattern)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = out.new_zeros(out.shape[0], out.shape[2], out.shape[1])
     for row, lane, piece, tile in _work(query, key.shape[2], seen, pattern, seed):
@@ -357,13 +386,20 @@ def forward(
             part_lse = torch.logaddexp(old, part_lse)
         piece.queries.put(to, part)
         piece.queries.put(to_lse, part_lse)
+    return _without_rows(out.to(dtype), lse, seen, pattern)
+
+
+def _without_rows(
+    out: Tensor, lse: Tensor, seen: Visibility, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
+    """Without the rows that somebody else fills; an infinite log-sum-exp hides them from the
+    backward pass."""
     chosen = None if pattern.global_rows else seen.is_global()
     if chosen is not None:
-        # Somebody else fills these rows; an infinite log-sum-exp hides them from the backward pass.
         row, token = chosen.nonzero(as_tuple=True)
         out[row, token] = 0.0
         lse[row, :, token] = torch.inf
-    return out.to(dtype), lse
+    return out, lse
 
 
 def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> None:
@@ -388,6 +424,11 @@ def backward(
     that they are taken from."""
     dtype = query.dtype
     grad, query, key, value, out = _working(grad, query, key, value, out)
+    if uncut(query, key, pattern, seed):
+        tile = _whole(query, seen, pattern)
+        tensors = (t.transpose(1, 2) for t in (grad, query, key, value, out))
+        grads = tuple(t.transpose(1, 2).to(dtype) for t in tile.backward(*tensors, lse))
+        return (torch.stack(grads, dim=2),) if stacked else grads
     grad_query, grad_key, grad_value = (
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value)
     )
