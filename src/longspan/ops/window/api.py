@@ -146,8 +146,8 @@ def window_attention(
     chosen = choose(backend, BACKENDS, query.device, query.dtype, query.shape[3]).name
     seed = dropout.new_seed(query.device) if pattern.dropout_p > 0 else None
     if (backend, chosen, query.dtype) == ("auto", "native", torch.float32):
-        # As fast, and what fits the window comes out to the bit as from a dense model. A graph
-        # that is to serve any length must not ask for it.
+        # As fast, and with the bits of dense models. A graph that is to serve any length must
+        # not ask for it.
         if not torch.compiler.is_compiling() and blocked.uncut(query, key, pattern, seed):
             chosen = "blocked"
     if query.numel() == 0:
