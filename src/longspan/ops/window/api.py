@@ -145,11 +145,12 @@ def window_attention(
         check_visibility(query, visibility)
     chosen = choose(backend, BACKENDS, query.device, query.dtype, query.shape[3]).name
     seed = dropout.new_seed(query.device) if pattern.dropout_p > 0 else None
-    if (backend, chosen, query.dtype) == ("auto", "native", torch.float32):
-        # As fast, and with the bits of dense models. A graph that is to serve any length must
-        # not ask for it.
-        if not torch.compiler.is_compiling() and blocked.uncut(query, key, pattern, seed):
-            chosen = "blocked"
+    if (
+        (backend, chosen, query.dtype) == ("auto", "native", torch.float32)
+        and not torch.compiler.is_compiling()  # a graph for any length must not ask for it
+        and blocked.uncut(query, key, pattern, seed)
+    ):
+        chosen = "blocked"  # as fast, and with the bits of dense models
     if query.numel() == 0:
         # Nothing to attend to; keep the graph connected.
         return query + (key.sum() + value.sum()).to(query.dtype)
