@@ -107,6 +107,29 @@ def test_it_learns_and_predicts(tmp_path):
         use(text, question="when " * 60)
 
 
+def test_blank_questions_are_trained_on_by_their_share(tmp_path):
+    def made(blanks, **more):
+        return Spans(recipe("spans", tmp_path, answers__blanks=blanks, **more))
+
+    def count(split):
+        return sum(bool(q.right) for q in split), sum(not q.right for q in split)
+
+    everything = made(None)
+    answered, blank = count(everything.questions.train)
+    assert answered
+    assert blank > 2
+    some = made(2 / answered)
+    assert count(some.questions.train) == (answered, 2)
+    assert len(some.asked.train) == answered + 2
+    assert any(f"{blank - 2} training questions without an" in line for line in some.notes())
+    assert made(2 / answered, seed=5).questions == some.questions  # the same for every seed
+    assert (some.questions.valid, some.questions.test) == everything.questions[1:]
+    assert count(made(0.0).questions.train) == (answered, 0)
+    assert made(1000.0).questions == everything.questions
+    with pytest.raises(ValueError, match="must not be negative"):
+        made(-1.0)
+
+
 def test_answers_are_found_at_their_characters(tmp_path):
     """Every answer, through tokens and back, in text with odd white space."""
     path = tmp_path / "odd.jsonl"

@@ -153,7 +153,8 @@ class Spans(Finder, QuestionTask):
         super().__init__(recipe, load_tokenizer(source))
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
-        self.questions = self._drop_lost(read_examples(recipe.data, self._understand, self.skips))
+        self.left_out = 0
+        self.questions = self._train_on(read_examples(recipe.data, self._understand, self.skips))
         self._documents: dict[str, Tokens] = {}
         self.asked = Splits(*(self._encode(split) for split in self.questions))
         self._settle(recipe)
@@ -165,6 +166,11 @@ class Spans(Finder, QuestionTask):
             for name, own in self.questions._asdict().items()
         ]
         found = [f"questions: {', '.join(sizes)}", *self.skips.lines()]
+        if self.left_out:
+            found.append(
+                f"{self.left_out:,} training questions without an answer are left out "
+                f"(answers.blanks={self.recipe.answers.blanks:g})"
+            )
         return [*found, *([self.reach.share(self.recipe.too_long)] if self.reach.too_long else [])]
 
     def lengths(self, split: str) -> np.ndarray:
@@ -174,8 +180,9 @@ class Spans(Finder, QuestionTask):
     def _understand(self, row: Row) -> Iterator[Question]:
         return read_questions(row, self.recipe.data.columns, self.skips)
 
-    def _drop_lost(self, questions: Splits[Question]) -> Splits[Question]:
-        """A text that lacks the right answer teaches nothing, but it counts when measuring."""
+    def _train_on(self, questions: Splits[Question]) -> Splits[Question]:
+        """What is learned from. A text that lacks the right answer teaches nothing, but it counts
+        when measuring, as all questions without an answer do."""
         kept = []
         for one in questions.train:
             if one.right and not one.spans:
@@ -184,6 +191,19 @@ class Spans(Finder, QuestionTask):
                 kept.append(one)
         if not kept:
             raise ValueError("no training question has its answer in its text")
+        share = self.recipe.answers.blanks
+        if share is not None:
+            blank = [number for number, one in enumerate(kept) if not one.right]
+            most = round(share * (len(kept) - len(blank)))
+            # By the seed of the split: all seeds and arms of a comparison train on the same ones.
+            order = np.random.default_rng(self.recipe.data.split_seed).permutation(len(blank))
+            lost = {blank[place] for place in order[most:]}
+            self.left_out = len(lost)
+            kept = [one for number, one in enumerate(kept) if number not in lost]
+            if not kept:
+                raise ValueError(
+                    f"answers.blanks={share:g} leaves no training question: none has an answer"
+                )
         return questions._replace(train=kept)
 
     def _encode(self, questions: list[Question]) -> list[Asked]:

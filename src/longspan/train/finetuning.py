@@ -74,12 +74,15 @@ class Answers:
             best on the validation examples.
         style: of the measures: "squad" or "triviaqa", which normalise differently; the latter
             also takes the best of all documents given for one question.
+        blanks: questions without an answer that are trained on, for each that has one, drawn at
+            random; None takes all. Where most have none, a model else learns little but that.
     """
 
     longest: int = 30
     best: int = 20
     threshold: float | None = None
     style: Literal["squad", "triviaqa"] = "squad"
+    blanks: float | None = None
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,8 @@ def check(recipe: Finetuning) -> None:
     for name in ("updates", "warmup", "overlap", "alike", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
+    if (recipe.answers.blanks or 0.0) < 0:
+        raise ValueError(f"answers.blanks={recipe.answers.blanks} must not be negative")
     for name in ("longest", "antecedents", "size", "keep"):
         if not getattr(recipe.mentions, name) > 0:
             raise ValueError(f"mentions.{name}={getattr(recipe.mentions, name)} must be above 0")
