@@ -347,3 +347,28 @@ def test_kinds_are_what_they_say():
     for name, cls in kinds.items():
         assert type(layer(SETTINGS[name])) is cls
     assert type(layer(SETTINGS["compressive"])) is CompressiveAttention
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"left": 4},
+        {"kind": "full"},
+        {"kind": "sparse", "stride": 4},
+        {"kind": "adaptive_span", "longest": 8, "start": 0.5},
+        {"kind": "bp", "near": 2},
+    ],
+    ids=lambda setting: setting.get("kind", "window"),
+)
+def test_queries_and_keys_of_one_length(setting):
+    """However long their weights make them, attention is the same; without, it is not."""
+    hidden = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0)).double()
+    apart = []
+    for norm in (True, False):
+        torch.manual_seed(0)
+        layer = build_causal_attention(16, 2, setting | {"norm_keys": norm}, bias=False).double()
+        before = layer(hidden).out
+        with torch.no_grad():
+            layer.qkv.weight[:32] *= 5.0
+        apart.append(float((layer(hidden).out - before).detach().abs().max()))
+    assert apart[0] < 1e-4 < apart[1]

@@ -25,6 +25,7 @@ class AdaptiveSpanAttention(CausalAttention):
         start: of the spans, as a share of the longest.
         cost: of a mean span as long as `longest`.
         base: of the rotary angles.
+        norm_keys: scale queries and keys to one length before they meet.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class AdaptiveSpanAttention(CausalAttention):
         start: float = 0.0,
         cost: float = 4e-3,
         base: float = 10000.0,
+        norm_keys: bool = False,
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base, norm_keys=norm_keys)
         if longest < 0 or ramp < 1:
             raise ValueError(f"longest={longest} must not be negative, ramp={ramp} at least 1")
         if not 0.0 <= start <= 1.0 or cost < 0:

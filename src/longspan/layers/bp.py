@@ -53,6 +53,7 @@ class CausalBP(CausalAttention):
     Args:
         near: spans of each length, about.
         base: of the rotary angles.
+        norm_keys: scale queries and keys to one length before they meet.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class CausalBP(CausalAttention):
         *,
         near: int = 16,
         base: float = 10000.0,
+        norm_keys: bool = False,
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base, norm_keys=norm_keys)
         self.near = _check_near(near)
 
     def forward(

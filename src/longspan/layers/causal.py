@@ -108,6 +108,7 @@ class CausalAttention(nn.Module):
         bias: whether the projections have one.
         shared: queries are their own keys, so `qkv` makes two of a token, not three.
         base: of the rotary angles; None = positions are not rotary.
+        norm_keys: scale queries and keys to one length before they meet.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class CausalAttention(nn.Module):
         bias: bool = False,
         shared: bool = False,
         base: float | None = None,
+        norm_keys: bool = False,
     ) -> None:
         super().__init__()
         if dim % heads:
@@ -126,6 +128,7 @@ class CausalAttention(nn.Module):
         if base is not None and (dim // heads) % 2:
             raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
         self.dim, self.heads, self.dropout, self.base = dim, heads, dropout, base
+        self.norm_keys = norm_keys
         self.qkv = nn.Linear(dim, (2 if shared else 3) * dim, bias=bias)
 
     @property
@@ -135,6 +138,8 @@ class CausalAttention(nn.Module):
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [batch, tokens, heads, head_dim]."""
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        if self.norm_keys:
+            query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         return query, key, value
 
     def turned(self, *states: Tensor, first: int) -> tuple[Tensor, ...]:
@@ -179,13 +184,13 @@ class CausalWindow(CausalAttention):
         backend: str = "auto",
     ) -> None:
         rotary = base if position == "rotary" else None
-        super().__init__(dim, heads, dropout=dropout, bias=bias, base=rotary)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=rotary, norm_keys=norm_keys)
         if position not in POSITIONS:
             raise ValueError(f"position={position!r}: choose from {', '.join(POSITIONS)}")
         self.left = _check_left(left)
         self.dilation = check_dilation(dilation, heads)
         self.relative = RelativePositions(dim, heads, clamp) if position == "relative" else None
-        self.norm_keys, self.backend = norm_keys, backend
+        self.backend = backend
 
     def set_window(self, left: int) -> None:
         """Another window from now on, as staged training wants it; nothing learned depends on
@@ -209,8 +214,6 @@ class CausalWindow(CausalAttention):
         keep_state: bool = False,
     ) -> Attended:
         query, key, value = self.project(hidden)
-        if self.norm_keys:
-            query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         query, key = self.turned(query, key, first=first)
         if isinstance(state, Ring):
             return Attended(self._write_on(query, state, state.put(first, key, value)), state)
@@ -273,15 +276,12 @@ class CausalFull(CausalAttention):
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
-        self.norm_keys = norm_keys
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base, norm_keys=norm_keys)
 
     def forward(
         self, hidden: Tensor, first: int = 0, state: Cache | None = None, keep_state: bool = False
     ) -> Attended:
         query, key, value = self.project(hidden)
-        if self.norm_keys:
-            query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         query, key = self.turned(query, key, first=first)
         known = Cache.join(state, key, value)
         if state is None:

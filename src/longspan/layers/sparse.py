@@ -27,6 +27,7 @@ class SparseAttention(CausalAttention):
         pattern: "strided" or "fixed".
         summary: for "fixed".
         base: of the rotary angles.
+        norm_keys: scale queries and keys to one length before they meet.
         backend: of `window_attention`, which serves "strided" where nothing is cached.
     """
 
@@ -39,11 +40,12 @@ class SparseAttention(CausalAttention):
         pattern: str = "strided",
         summary: int = 32,
         base: float = 10000.0,
+        norm_keys: bool = False,
         dropout: float = 0.0,
         bias: bool = False,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base)
+        super().__init__(dim, heads, dropout=dropout, bias=bias, base=base, norm_keys=norm_keys)
         if pattern not in PATTERNS:
             raise ValueError(f"pattern={pattern!r} is unknown; choose from {', '.join(PATTERNS)}")
         if stride < 1:

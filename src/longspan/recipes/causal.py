@@ -2,7 +2,9 @@
 
 The skeleton, text, bytes a step and time of `rivals`, which has windows, memories and dense
 attention; here are the others, from the registry, on rows of 8,192. Options are a kind's defaults
-unless they are named below; nothing was tuned for any of them.
+unless they are named below; nothing was tuned for any of them. Queries and keys have one length, as
+those of windows and dense attention, where a kind does not say what they are: Performer's features
+are for short ones, Reformer and Routing have norms of their own, Shortformer adds positions.
 """
 
 from typing import Any
@@ -20,8 +22,9 @@ _RIVALS = {
     "compressive": "rival-compressive",
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "sparse": {"stride": 128},
-    "adaptive_span": {"longest": 1024},
+    "sparse": {"stride": 128, "norm_keys": True},
+    "adaptive_span": {"longest": 1024, "norm_keys": True},
+    "bp": {"norm_keys": True},
     "shortformer": {"segment": 512},
 }
 # Where a kind has weights of its own, or fewer than others, feed-forward layers make up for it.
