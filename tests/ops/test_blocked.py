@@ -163,6 +163,22 @@ def test_documents_do_not_pay_for_the_global_tokens_of_others(monkeypatch):
     assert pairs(512) < 4.5 * pairs(128)
 
 
+@pytest.mark.parametrize("backend", ["auto", "blocked"])
+@pytest.mark.parametrize("what", [torch.nan, torch.inf, 3e38])
+def test_nothing_in_padding_matters_to_short_rows(backend, what):
+    inputs, grad = tensors(2, 40, 2, 2, 8, dtype=torch.float32)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, 30:], mask[1, :7] = 0, 0
+    clean = [t.masked_fill(mask[..., None, None] == 0, 0.0) for t in inputs]
+    spoiled = [t.masked_fill(mask[..., None, None] == 0, what) for t in inputs]
+    options = {"window": 128, "attention_mask": mask}
+    for one, other in zip(
+        run(clean, grad, backend, **options), run(spoiled, grad, backend, **options), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert not one[mask == 0].any()
+
+
 def test_log_sum_exp_is_that_of_the_scores():
     from longspan.ops.window.pattern import Pattern, visibility
 

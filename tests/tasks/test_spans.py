@@ -126,8 +126,11 @@ def test_blank_questions_are_trained_on_by_their_share(tmp_path):
     assert (some.questions.valid, some.questions.test) == everything.questions[1:]
     assert count(made(0.0).questions.train) == (answered, 0)
     assert made(1000.0).questions == everything.questions
-    with pytest.raises(ValueError, match="must not be negative"):
-        made(-1.0)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"answers.blanks=.*not negative"):
+            made(wrong)
+    with pytest.raises(ValueError, match="data, model and answers must be the same"):
+        some.again(change(some.recipe, {"answers.blanks": 1.0}))
 
 
 def test_answers_are_found_at_their_characters(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from longspan.recipes import find
+from longspan.recipes import FINETUNING, find
 from longspan.train.recipe import change, from_dict, parse
 
 RECIPE = find("enwik8-small")
@@ -73,3 +73,13 @@ def test_steps_belong_to_phases():
     assert RECIPE.at(569_999) == (4, 4_999)
     with pytest.raises(ValueError, match="570000 steps"):
         RECIPE.at(570_000)
+
+
+def test_a_recipe_that_is_older_than_a_setting():
+    """What it lacks, at any depth, was as it is by default."""
+    recipe = FINETUNING["classify"]()
+    known = json.loads(json.dumps(recipe.to_dict()))
+    del known["answers"]["blanks"], known["alike"]
+    assert recipe.differing(known) == []
+    assert change(recipe, {"answers.blanks": 1.0}).differing(known) == ["answers"]
+    assert change(recipe, {"alike": 3, "seed": 1}).differing(known) == ["alike", "seed"]

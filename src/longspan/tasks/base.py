@@ -65,9 +65,12 @@ class ExampleTask:
 
     def again(self, recipe: Finetuning) -> Self:
         """The same task by another recipe with the same data and tokenizer."""
-        if (recipe.data, recipe.model.source) != (self.recipe.data, self.recipe.model.source):
+        old = self.recipe
+        if (recipe.data, recipe.model.source, recipe.answers.blanks) != (
+            *(old.data, old.model.source, old.answers.blanks),
+        ):
             raise ValueError(
-                "another recipe for the same examples: data and model must be the same"
+                "another recipe for the same examples: data, model and answers must be the same"
             )
         check(recipe)
         made = copy.copy(self)

@@ -253,8 +253,9 @@ def check(recipe: Finetuning) -> None:
     for name in ("updates", "warmup", "overlap", "alike", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
-    if (recipe.answers.blanks or 0.0) < 0:
-        raise ValueError(f"answers.blanks={recipe.answers.blanks} must not be negative")
+    blanks = recipe.answers.blanks
+    if blanks is not None and not 0.0 <= blanks < math.inf:
+        raise ValueError(f"answers.blanks={blanks} must be a number that is not negative, or none")
     for name in ("longest", "antecedents", "size", "keep"):
         if not getattr(recipe.mentions, name) > 0:
             raise ValueError(f"mentions.{name}={getattr(recipe.mentions, name)} must be above 0")

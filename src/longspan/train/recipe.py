@@ -118,9 +118,8 @@ class Plan:
     def differing(self, known: dict[str, Any]) -> list[str]:
         """What is set otherwise than in a recipe that was written down; where that one is older
         than a setting, the setting was what it is by default."""
-        wanted = json.loads(json.dumps(self.to_dict()))
-        usual = {one.name: one.default for one in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
-        return [name for name in wanted if wanted[name] != known.get(name, usual[name])]
+        theirs, ours = from_dict(known, type(self)).to_dict(), self.to_dict()
+        return [name for name in ours if ours[name] != theirs[name]]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from longspan.bench.benchmark import Contenders, Pass, Workload, our_backend
 from longspan.bench.flex import block_mask
@@ -145,7 +144,6 @@ class FlexWindow(CausalWindow):
         from torch.nn.attention.flex_attention import flex_attention
 
         query, key, value = self.project(hidden)
-        query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         query, key = self.turned(query, key, first=first)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         out: Any = flex_attention(query, key, value, block_mask=self.mask)

@@ -304,8 +304,11 @@ def uncut(query: Tensor, key: Tensor, pattern: Pattern, seed: Tensor | None) -> 
     return _fused(query, seed) and alike and query.shape[1] - 1 <= reach
 
 
-def _whole(query: Tensor, seen: Visibility, pattern: Pattern) -> _Tile:
-    """All pairs of all rows."""
+def _whole(
+    query: Tensor, seen: Visibility, pattern: Pattern, *tensors: Tensor
+) -> tuple[_Tile, Iterator[Tensor]]:
+    """All pairs of all rows, and [batch, heads, tokens, dim] of the tensors without what stands in
+    their padding: it may be anything, and nothing times zero is not always nothing."""
     bias = None
     if seen.start is not None and seen.stop is not None:
         position = torch.arange(query.shape[1], device=query.device)
@@ -314,7 +317,9 @@ def _whole(query: Tensor, seen: Visibility, pattern: Pattern) -> _Tile:
         if not visible.all():
             bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
             bias = bias.masked_fill_(~visible, -torch.inf)[:, None]
-    return _Tile(bias, pattern.scale, None, fused=True)
+            padding = (seen.stop == 0)[..., None, None]
+            tensors = tuple(tensor.masked_fill(padding, 0.0) for tensor in tensors)
+    return _Tile(bias, pattern.scale, None, fused=True), (t.transpose(1, 2) for t in tensors)
 
 
 def _work(
@@ -364,8 +369,8 @@ def forward(
     dtype = query.dtype
     query, key, value = _working(query, key, value)
     if uncut(query, key, pattern, seed):
-        tile = _whole(query, seen, pattern)
-        out, lse = tile.forward(*(t.transpose(1, 2) for t in (query, key, value)))
+        tile, tensors = _whole(query, seen, pattern, query, key, value)
+        out, lse = tile.forward(*tensors)
         return _without_rows(out.transpose(1, 2).to(dtype), lse.contiguous(), seen, pattern)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = out.new_zeros(out.shape[0], out.shape[2], out.shape[1])
@@ -425,8 +430,7 @@ def backward(
     dtype = query.dtype
     grad, query, key, value, out = _working(grad, query, key, value, out)
     if uncut(query, key, pattern, seed):
-        tile = _whole(query, seen, pattern)
-        tensors = (t.transpose(1, 2) for t in (grad, query, key, value, out))
+        tile, tensors = _whole(query, seen, pattern, grad, query, key, value, out)
         grads = tuple(t.transpose(1, 2).to(dtype) for t in tile.backward(*tensors, lse))
         return (torch.stack(grads, dim=2),) if stacked else grads
     grad_query, grad_key, grad_value = (
