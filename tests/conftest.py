@@ -9,8 +9,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from importlib.util import find_spec
+
 import pytest
 from hypothesis import HealthCheck, settings
+from interpreter import quicken
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    quicken()
 
 # Tests run side by side and on tiny tensors: more threads than cores would slow them tenfold.
 torch.set_num_threads(1)
