@@ -29,9 +29,10 @@ TWICE = """
 import sys, longspan
 from longspan.registration import register_with_transformers as again
 again(); again()
-print(sum(type(f).__name__ == '_AfterRegistry' for f in sys.meta_path), 'transformers' in sys.modules)
+def finders(): return sum(type(finder).__name__ == '_AfterRegistry' for finder in sys.meta_path)
+print(finders(), 'transformers' in sys.modules)
 import transformers; transformers.AutoConfig
-print(sum(type(f).__name__ == '_AfterRegistry' for f in sys.meta_path))
+print(finders())
 """
 # Each in a process that has neither library yet, but what both take longest to import.
 FRESH = """

@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-# In a process apart: here the kernels may be interpreted. One for all, as it takes seconds to begin;
-# what others print goes to the errors.
+# In a process apart: here the kernels may be interpreted. One for all programs, as it takes seconds
+# to begin; what they print goes to the errors.
 COMPILER = """
 import json
 import os
@@ -147,7 +147,7 @@ FLAGS = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BK": 32, "BF": 64, "BD": 
          "OPPOSITES": True, "RUNS": False, "BETWEEN": True, "MASKED": True, "FADING": True,
          "DROPOUT": False, "KEYS": True, "WHOLE": True, "TOKENS": True, "STEPS": 6,
          "PADDED": True, "PRECISION": "tf32x3"}
-# Where a kernel is, and how it is compiled: in the first way for all targets, in the others for one.
+# Where a kernel is, and how it is compiled: the first way for all targets, the others for one.
 PARTS = {
     "clustered.kernels": {
         **dict.fromkeys(("settle", "spread", "merge", "gather"), [{}]),

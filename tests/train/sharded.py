@@ -1,8 +1,8 @@
 """Runs whose weights are sharded over processes, interrupted and gone on with.
 
-To be started by torchrun with folders and recipes in turn, these as JSON. Accelerate shards where there are
-GPUs only. On a CPU its state is told afterwards what it would have read from the environment of a
-launch with FSDP; all that follows is its own and torch's.
+To be started by torchrun with folders and recipes in turn, these as JSON. Accelerate shards where
+there are GPUs only. On a CPU its state is told afterwards what it would have read from the
+environment of a launch with FSDP; all that follows is its own and torch's.
 """
 
 import json
