@@ -38,7 +38,7 @@ demo: $(DEMO_INSTALLED) ## a model made long reads a document and finds answers 
 	$(BIN)/longspan demo --output $(DEMO_DIR) $(DEMO_ARGS)
 
 test: lint $(DEMO_INSTALLED) ## lint, then every test, with the demo's model as the real checkpoint
-	$(BIN)/python -m pytest -n 2 --durations 10 $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 $(TEST_ARGS)
 
 # The library is compiled apart from the ordinary one. Python itself leaks by design.
 sanitize: $(INSTALLED) ## tests of the C++ kernels under the address and undefined sanitizers

@@ -4,15 +4,24 @@ uninitialised memory is NaN, so that an element nobody wrote cannot pass for a r
 import os
 import sys
 
+# Tests run side by side and on tiny tensors: more threads than cores would slow them tenfold. What
+# they start inherits it, and Inductor compiles without processes of its own.
+os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from importlib.util import find_spec
+
 import pytest
 from hypothesis import HealthCheck, settings
+from interpreter import quicken
 
-# Tests run side by side and on tiny tensors: more threads than cores would slow them tenfold.
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    quicken()
+
 torch.set_num_threads(1)
 
 # Examples are derived from the test, not drawn anew: a red build stays red.

@@ -11,6 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import longspan
+from longspan.bench import attention, led, models
 from longspan.bench import run as bench_run
 from longspan.bench.benchmark import Case, Contender, Pass, Point
 from longspan.cli import app
@@ -63,6 +64,15 @@ def test_doctor_json() -> None:
     assert cpu["auto"] in able
 
 
+@pytest.fixture
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is looked at by nobody."""
+    for benchmark in (attention, led, models):
+        settings: Any = benchmark.BENCHMARK.quick_settings
+        monkeypatch.setitem(settings, "rounds", 1)
+
+
+@pytest.mark.usefixtures("_hasty")
 def test_quick_bench_writes_points_and_figures(tmp_path: Path) -> None:
     """Really measured, at the shortest length there is."""
     arguments = ("bench", "attention", "--quick", "--device", "cpu", "--lengths", "512")
@@ -77,6 +87,7 @@ def test_quick_bench_writes_points_and_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_hasty")
 def test_quick_bench_of_models(tmp_path: Path) -> None:
     """Really measured, on one of the quick suite's batches."""
     arguments = ("bench", "models", "--quick", "--device", "cpu", "--lengths", "512")
@@ -90,6 +101,7 @@ def test_quick_bench_of_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_hasty")
 def test_quick_bench_of_encoder_decoders(tmp_path: Path) -> None:
     arguments = ("bench", "models", "--model", "led", "--quick", "--device", "cpu")
     output = invoke(*arguments, "--lengths", "512", "--output", str(tmp_path))

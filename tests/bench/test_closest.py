@@ -1,8 +1,9 @@
 """bench/tasks/closest.py orders HotpotQA's paragraphs, and says what is wrong with its input."""
 
 import json
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,22 @@ ROW = {
 }
 
 
-def closest(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def closest(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The script as it would run in a process of its own."""
+
+    def run(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+    return run
 
 
-def test_some_paragraphs_are_kept(tmp_path: Path) -> None:
+def test_some_paragraphs_are_kept(tmp_path: Path, closest: Callable[..., None]) -> None:
     given, target = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
     given.write_text(json.dumps(ROW) + "\n")
     source = tiny_checkpoint(tmp_path / "checkpoint", masked=False)
-    done = closest(source, given, target, "--keep", 2)
-    assert done.returncode == 0, done.stderr
+    closest(source, given, target, "--keep", 2)
     kept = json.loads(target.read_text())["context"]
     assert len(kept) == 2
     assert all(one in ROW["context"] for one in kept)
@@ -41,11 +47,18 @@ def test_some_paragraphs_are_kept(tmp_path: Path) -> None:
         (json.dumps(ROW), ["--keep", 0], "at least one paragraph"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, text: str | None, options: list, message: str) -> None:
+def test_mistakes_are_named(
+    tmp_path: Path,
+    closest: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    options: list,
+    message: str,
+) -> None:
     given = tmp_path / "rows.jsonl"
     if text is not None:
         given.write_text(text)
-    done = closest("nowhere", given, tmp_path / "kept.jsonl", *options)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        closest("nowhere", given, tmp_path / "kept.jsonl", *options)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

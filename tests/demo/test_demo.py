@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from longspan import machine
 from longspan.cli import app
 from longspan.demo import report
+from longspan.demo import run as demo
+from longspan.demo.costs import Cost
 from longspan.demo.questions import BUILT_IN, Question
 from longspan.demo.run import Findings, run
 from longspan.demo.source import (
@@ -155,12 +157,23 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu_count", lambda: 1)
 
 
+@pytest.fixture
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`found` has been measured, in eight processes."""
+
+    def measure(name: str, source: Path, tokens: list[int], window: int, threads: int) -> Cost:
+        return Cost(name, len(tokens), 1.0, 1.0)
+
+    monkeypatch.setattr(demo, "measure", measure)
+
+
 def invoke(*arguments: object, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["demo", *map(str, arguments)])
     assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
     return " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.usefixtures("_unmeasured")
 def test_command(tiny: Path, tmp_path: Path) -> None:
     document = tmp_path / "story.txt"
     document.write_text("[/b] [bold] " + story(40))  # brackets mean nothing
@@ -225,6 +238,7 @@ def test_changed_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         packaged_checkpoint("some_weights")
 
 
+@pytest.mark.usefixtures("_unmeasured")
 @pytest.mark.skipif(find_spec(PACKAGE) is None, reason="the demo's model is not installed")
 def test_the_real_model(tmp_path: Path) -> None:
     """all-MiniLM-L6-v2 finds what any reader would."""

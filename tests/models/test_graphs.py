@@ -6,10 +6,19 @@ from models.small import HEADS, MODERN, VOCAB, batch, build, labels, results
 from packaging.version import Version
 
 KINDS = pytest.mark.parametrize("changes", [{}, MODERN], ids=["bert", "modern"])
+# A graph takes seconds: every head once, and of the other kind what its options are for.
+HEADS_OF_KINDS = pytest.mark.parametrize(
+    ("head", "changes"),
+    [
+        *((head, {}) for head in HEADS),
+        ("ForMaskedLM", MODERN),
+        ("ForSequenceClassification", MODERN),
+    ],
+    ids=[*HEADS, "modern-ForMaskedLM", "modern-ForSequenceClassification"],
+)
 
 
-@KINDS
-@pytest.mark.parametrize("head", HEADS)
+@HEADS_OF_KINDS
 def test_compiles_without_a_graph_break(head, changes):
     """The preset of global tokens included, and the gradients."""
     model, given = build(head, max_global_tokens=64, **changes), batch(head)
@@ -29,8 +38,7 @@ def test_compiles_without_a_graph_break(head, changes):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
-@KINDS
-@pytest.mark.parametrize("head", HEADS)
+@HEADS_OF_KINDS
 def test_exports_with_any_length(head, changes):
     if head == "ForMultipleChoice" and Version(torch.__version__) < Version("2.12"):
         pytest.skip("torch 2.11 cannot see that min(n, 2 n) is n, and gives up on any n")

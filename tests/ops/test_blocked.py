@@ -84,7 +84,7 @@ def problems(draw):
     return inputs, grad, options
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(problems())
 def test_equals_the_reference(problem):
     inputs, grad, options = problem
@@ -95,7 +95,7 @@ def test_equals_the_reference(problem):
             assert not result[padded].any(), "padding must be exactly zero, gradients included"
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems())
 def test_without_the_fused_kernel(monkeypatch, problem):
     """What other devices run, here on the CPU, with uninitialised memory full of NaN."""

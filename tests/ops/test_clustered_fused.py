@@ -50,10 +50,10 @@ def compare(given: list[Any], by: Any, **how: Any) -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
-    tokens=st.integers(1, 45),
-    rounds=st.integers(1, 4),
+    tokens=st.integers(1, 36),
+    rounds=st.integers(1, 3),
     size=st.integers(1, 40),
     before=st.integers(0, 2),
     self_last=st.booleans(),
@@ -69,10 +69,10 @@ def test_chunks(tokens, rounds, size, before, self_last, padded, shared, of, hea
     compare(given, clusters, size=size, before=before, self_last=self_last, valid=valid)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
-    tokens=st.integers(1, 45),
-    rounds=st.integers(1, 4),
+    tokens=st.integers(1, 36),
+    rounds=st.integers(1, 3),
     size=st.integers(1, 40),
     self_last=st.booleans(),
     of=st.integers(1, 6),
@@ -92,9 +92,9 @@ def test_the_last_queries_alone():
     torch.testing.assert_close(last, whole[:, -20:])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
-    tokens=st.integers(1, 45),
+    tokens=st.integers(1, 36),
     count=st.integers(1, 5),
     size=st.integers(1, 40),
     self_last=st.booleans(),
@@ -135,6 +135,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_it_is_no_less_precise(case, head_dim, dtype, device, monkeypatch):
     if device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies no bfloat16")
+    if device.type == "cpu" and (head_dim, dtype) not in ((16, torch.float32), (80, torch.float16)):
+        pytest.skip("interpreted, every size and every precision once")
     given, how = tensors(50, dtype, head_dim=head_dim), dict(CASES[case])
     rounds = how.pop("rounds", None)
     by = torch.randint(0, 4, (2, 50, 2, rounds)) if rounds else routes(50, 4, 20)
@@ -153,10 +155,10 @@ def test_dropout(case):
     """Weights are dropped or made larger, as many as was asked for, backward the same ones."""
     how: dict[str, Any] = CASES[case] | {"dropout_p": 0.4}
     rounds = how.pop("rounds", None)
-    query, key, _ = tensors(32, torch.float32, head_dim=32)
-    by = torch.randint(0, 2, (2, 32, 2, rounds)) if rounds else routes(32, 3, 16)
+    query, key, _ = tensors(16, torch.float32, head_dim=16)
+    by = torch.randint(0, 2, (2, 16, 2, rounds)) if rounds else routes(16, 3, 8)
     attend = clustered_attention if rounds else routed_attention
-    value = torch.eye(32)[None, :, None].expand(2, -1, 2, -1).clone().requires_grad_()
+    value = torch.eye(16)[None, :, None].expand(2, -1, 2, -1).clone().requires_grad_()
 
     def weights(**more: Any) -> torch.Tensor:
         torch.manual_seed(3)
@@ -203,8 +205,8 @@ def test_it_is_a_proper_operator():
 def test_it_compiles_as_one_graph(case):
     how = dict(CASES[case])
     rounds = how.pop("rounds", None)
-    given = tensors(40, torch.float32)
-    by = torch.randint(0, 4, (2, 40, 2, rounds)) if rounds else routes(40, 5, 20)
+    given = tensors(12, torch.float32)
+    by = torch.randint(0, 4, (2, 12, 2, rounds)) if rounds else routes(12, 5, 6)
     attend = clustered_attention if rounds else routed_attention
     compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
     wanted = results(given, by, **how)

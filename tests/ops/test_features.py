@@ -34,9 +34,9 @@ def small(monkeypatch):
         monkeypatch.setattr(triton, name, dict.fromkeys(triton.TILES, tile))
 
 
-def problem(tokens, head_dim, features, dtype, size=1.0) -> list[Any]:
+def problem(tokens, head_dim, features, dtype, size=1.0, batch=2) -> list[Any]:
     torch.manual_seed(tokens)
-    about = (torch.randn(2, tokens, 2, head_dim, dtype=torch.float64) for _ in range(4))
+    about = (torch.randn(batch, tokens, 2, head_dim, dtype=torch.float64) for _ in range(4))
     query, key, value, grad = about
     # Values of one mean, as they often are, and a projection that needs no rounding.
     tensors = [size * query, size * key, value + 1.0]
@@ -55,9 +55,9 @@ def widened(given: list[Any]) -> list[Any]:
     return [t.detach().double().requires_grad_(t.requires_grad) for t in given]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
-    tokens=st.integers(1, 90),
+    tokens=st.integers(1, 50),
     head_dim=st.integers(16, 36),
     features=st.integers(1, 50),
     size=st.sampled_from([0.1, 1.0, 3.0]),
@@ -79,7 +79,7 @@ def test_it_is_the_same(tokens, head_dim, features, size, eps, padded):
 
 @pytest.mark.parametrize(("head_dim", "features"), [(64, 256), (128, 96), (80, 300)])
 def test_in_the_tiles_of_every_day(head_dim, features):
-    tensors = problem(300, head_dim, features, torch.float32)
+    tensors = problem(150, head_dim, features, torch.float32, batch=1)
     for one, other in zip(results(tensors), results(widened(tensors)), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=2e-5)
 
@@ -88,7 +88,7 @@ def test_in_the_tiles_of_every_day(head_dim, features):
 @pytest.mark.parametrize("size", [0.3, 1.0, 2.0])
 def test_it_is_no_less_precise(dtype, size, monkeypatch):
     """Than the same with everything but inputs and results in float32."""
-    tensors = problem(500, 64, 256, dtype, size)
+    tensors = problem(200, 64, 256, dtype, size, batch=1)
     exact, found = results(widened(tensors)), results(tensors)
     monkeypatch.setattr(linear, "serves", lambda *tensors: False)
     for one, other, wanted in zip(found, results(tensors), exact, strict=True):
@@ -112,14 +112,14 @@ def test_rows_without_a_token_are_zero(eps):
 @pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_large_and_small_inputs_stay_finite(dtype, size, eps):
-    for one in results(problem(70, 16, 40, dtype, size), eps=eps):
+    for one in results(problem(40, 16, 40, dtype, size, batch=1), eps=eps):
         assert one.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_large_gradients_of_many_tokens_stay_finite(dtype):
     """float16 ends at 65,504, and the gradients of all tokens are summed up."""
-    *tensors, projection, grad = problem(3000, 16, 20, dtype, 0.1)
+    *tensors, projection, grad = problem(3000, 16, 20, dtype, 0.1, batch=1)
     for one in results([*tensors, projection, 300.0 + grad]):
         assert one.isfinite().all()
 

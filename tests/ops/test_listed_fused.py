@@ -143,7 +143,7 @@ def test_tensors_are_taken_as_they_lie():
             torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("size", "width"), [(16, 5), (70, 1), (16, 33)])
+@pytest.mark.parametrize(("size", "width"), [(16, 5), (36, 1), (16, 33)])
 def test_what_was_dropped(size, width, monkeypatch):
     """By the seed, and the same backward, whose tiles may be smaller: the output is linear in the
     values."""
@@ -152,7 +152,7 @@ def test_what_was_dropped(size, width, monkeypatch):
     tiles["backward_key"] = tiles["backward_query"]
     monkeypatch.setattr(listed_fused, "_tile", lambda kernel, *rest: tiles[kernel])
     monkeypatch.setattr(dropout, "new_seed", lambda device: torch.tensor([11]))
-    tensors, asked = problem(75, 60, 12, size, width=width, names="valid")
+    tensors, asked = problem(40, 40, 5, size, width=width, names="valid")
     query, key, value = tensors
     out = listed_attention(query, key, value, **asked, dropout_p=0.4)
     assert not torch.equal(out, listed_attention(query, key, value, **asked))
@@ -165,7 +165,7 @@ def test_what_was_dropped(size, width, monkeypatch):
     slot = torch.arange(listed.shape[3])
     q, k, v = exact(tensors)
     at = listed.clamp(min=0)
-    row = torch.arange(75)
+    row = torch.arange(40)
     at = at[:, :, row // size]  # [batch, heads, queries, count]
     batch, head = torch.arange(2).view(2, 1, 1, 1), torch.arange(2).view(1, 2, 1, 1)
     scores = (q.transpose(1, 2)[:, :, :, None] * k[batch, at, head]).sum(-1) / 8**0.5

@@ -34,7 +34,7 @@ def target(request, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feature", FEATURES)
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_within_the_budget(feature, dtype, data):
     heads = (1, 16, 17, 24, 64)
     case = data.draw(cases(feature, most_tokens=200, head_dims=heads))

@@ -71,9 +71,9 @@ def compare(tensors: list[torch.Tensor], **asked: Any) -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=3e-5)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
-    queries=some.integers(1, 90),
+    queries=some.integers(1, 70),
     memory=some.sampled_from([0, 1, 30, 70]),
     left=some.one_of(some.none(), some.integers(0, 90)),
     dilation=some.sampled_from([1, 2, [1, 3], [3, 1]]),
@@ -84,12 +84,12 @@ def test_the_same_comes_out(queries, memory, left, dilation, head_dim):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("memory", [0, 29])
 @pytest.mark.parametrize(
-    ("left", "dilation"), [(None, 1), (7, 1), (40, 1), (11, [1, 3]), (None, [4, 1])]
+    ("left", "dilation", "memory"),
+    [(None, 1, 19), (7, 1, 0), (7, 1, 19), (30, 1, 0), (11, [1, 3], 19), (None, [4, 1], 0)],
 )
 def test_chunks_join_without_a_seam(left, dilation, memory):
-    compare(problem(70, memory, batch=3), left=left, dilation=dilation)
+    compare(problem(40, memory, batch=3), left=left, dilation=dilation)
 
 
 def test_large_gradients_do_not_overflow():
@@ -144,14 +144,14 @@ def test_dropout(left, step, monkeypatch):
     """What is dropped follows from the seed, in the backward pass, too, and in any chunk."""
     seed = torch.tensor([11])
     monkeypatch.setattr(dropout, "new_seed", lambda device: seed)
-    tensors = problem(40, 20)
+    tensors = problem(26, 10)
     asked: dict[str, Any] = {"left": left, "dilation": step, "dropout_p": 0.4}
     found = results(tensors, **asked)
     assert not torch.equal(found[0], results(tensors, **asked | {"dropout_p": 0.0})[0])
     # Against the weights written out. Batch rows are residue classes of positions.
     q, k, v, table, content, place = exact(tensors)
-    position = torch.arange(60)
-    distance = position[20:, None] - position
+    position = torch.arange(36)
+    distance = position[10:, None] - position
     seen = (distance >= 0) & (distance % step == 0)
     if left is not None:
         seen &= distance <= left * step
@@ -160,8 +160,8 @@ def test_dropout(left, step, monkeypatch):
     scores = torch.einsum("bihd,bjhd->bhij", q + content, k) + by_distance.gather(3, at)
     weights = (scores / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
     batch, head = torch.arange(2).view(2, 1, 1, 1), torch.arange(2).view(1, 2, 1, 1)
-    stream = (batch * step + position[20:, None] % step) * 2 + head
-    keep = dropout.kept(seed, stream, (position[20:, None] - 20) // step, position // step, p=0.4)
+    stream = (batch * step + position[10:, None] % step) * 2 + head
+    keep = dropout.kept(seed, stream, (position[10:, None] - 10) // step, position // step, p=0.4)
     wanted = torch.einsum("bhij,bjhd->bihd", weights * keep / 0.6, v)
     torch.manual_seed(1)
     gradient = torch.randn(wanted.shape, dtype=torch.float64)

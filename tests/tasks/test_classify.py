@@ -164,7 +164,7 @@ def test_several_labels(tmp_path):
             has = [name for name in animals if random.random() < 0.5]
             text = " ".join(["the", *has, "was", "in", "a", "house"])
             file.write(json.dumps({"text": text, "label": has}) + "\n")
-    settings = {"data__several": True, "data__columns": {}, "epochs": 40.0, "evaluation__every": 0}
+    settings = {"data__several": True, "data__columns": {}, "epochs": 20.0, "evaluation__every": 0}
     made = recipe("classify", tmp_path, data__train=str(tmp_path / "several.jsonl"), **settings)
     results = finetune(make_task(made), tmp_path / "run", console=QUIET)
     assert results["test"]["accuracy"] == 1.0

@@ -38,7 +38,7 @@ def animals(path, first, last, count=120):
 
 
 def toy(tmp_path, first, last, **changes):
-    settings = {"epochs": 15.0, "too_long": "split", "evaluation__every": 0, "measure": "accuracy"}
+    settings = {"epochs": 10.0, "too_long": "split", "evaluation__every": 0, "measure": "accuracy"}
     settings |= {"model__length": 64, "data__test_share": 0.3}
     return recipe(
         "classify",

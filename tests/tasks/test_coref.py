@@ -34,7 +34,7 @@ def run(tmp_path_factory):
     """A run that has learned its documents, and its results."""
     folder = tmp_path_factory.mktemp("coref")
     data = told(folder / "many.jsonl", 80)
-    more = {"data__train": str(data), "learning_rate": 1e-3, "epochs": 14.0, "mentions__keep": 0.2}
+    more = {"data__train": str(data), "learning_rate": 1e-3, "epochs": 10.0, "mentions__keep": 0.2}
     made = recipe("coref", folder, **SMALL, **more, evaluation__every=0)
     return folder / "run", finetune(make_task(made), folder / "run", console=QUIET)
 

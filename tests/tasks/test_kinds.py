@@ -34,7 +34,7 @@ def toy(tmp_path, **changes):
 def test_a_new_model_learns_and_predicts(tmp_path):
     made = toy(
         tmp_path,
-        updates=250,
+        updates=150,
         batch=16,
         warmup=20.0,
         learning_rate=5e-3,

@@ -36,10 +36,16 @@ def toy(tmp_path, masked, **changes):
     return recipe("mlm", tmp_path, data__train=data, **(settings | changes))
 
 
-def test_all_arms(tmp_path, monkeypatch):
-    made = toy(tmp_path, masked=False)
-    out = tmp_path / "out"
-    result = study(made, out, QUIET)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A recipe, the folder of all its arms one after the other, and what came of them."""
+    folder = tmp_path_factory.mktemp("whole")
+    made = toy(folder, masked=False)
+    return made, folder / "out", study(made, folder / "out", QUIET)
+
+
+def test_all_arms(whole, tmp_path, monkeypatch):
+    made, out, result = whole
     assert result is not None
     assert [arm.name for arm in result.arms] == [
         *(HEAD, SHORT, RANDOM, COPIED, TRAINED, POSITIONS, CONTROL)
@@ -106,14 +112,13 @@ def test_an_interrupted_study_goes_on(tmp_path, monkeypatch):
     assert result.arms[0].updates == 0
 
 
-def test_arms_side_by_side_are_those_one_after_the_other(tmp_path):
-    made = toy(tmp_path, masked=False, evaluation__every=0, updates=2)
+def test_arms_side_by_side_are_those_one_after_the_other(whole, tmp_path):
+    made, _, together = whole
     for only in ([HEAD, SHORT], [CONTROL], [COPIED, RANDOM], [TRAINED], [POSITIONS]):
         assert study(made, tmp_path / "apart", QUIET, only) is None
-    apart, whole = (study(made, tmp_path / name, QUIET) for name in ("apart", "whole"))
+    apart = study(made, tmp_path / "apart", QUIET)
     assert apart is not None
-    assert whole is not None
-    bits = [[arm.bits_per_character for arm in own.arms] for own in (apart, whole)]
+    bits = [[arm.bits_per_character for arm in own.arms] for own in (apart, together)]
     assert bits[0] == pytest.approx(bits[1])
 
 

@@ -32,21 +32,20 @@ def test_hyperpartisan_is_split_as_published():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [granite, minilm])
-def test_a_real_checkpoint_learns_reviews(source, tmp_path):
-    """Three passes over 64 short reviews: they are told apart better than by chance."""
+def test_a_real_checkpoint_learns_reviews(tmp_path):
+    """Three passes over 32 short reviews: they are told apart better than by chance."""
     settings = {
-        "model.source": str(source()),
-        "model.length": 64,
-        "model.window": 64,
+        "model.source": str(minilm()),
+        "model.length": 48,
+        "model.window": 48,
         "data.train": data("imdb-test-a.jsonl.xz"),
-        "data.limit": 64,
+        "data.limit": 32,
         "batch": 8,
         "epochs": 3.0,
-        "learning_rate": 2e-4,
+        "learning_rate": 3e-4,
         "precision": "no",
         "evaluation.every": 0,
-        "log_every": 8,
+        "log_every": 4,
     }
     task = make_task(change(FINETUNING["imdb"](), settings))
     finetune(task, tmp_path / "run", console=QUIET)
@@ -99,11 +98,11 @@ def test_mentions_in_novels_come_back_exactly():
 
 @pytest.mark.slow
 def test_a_real_checkpoint_learns_who_is_who(tmp_path):
-    """Twenty steps on the beginnings of four novels: mentions are told from other spans."""
+    """Sixteen steps on the beginnings of four novels: mentions are told from other spans."""
     source, short = data("litbank-coref-dev.jsonl.xz"), tmp_path / "short.jsonl"
     with short.open("w") as file:
         for row in list(read_rows(source))[:6]:
-            sentences = row.values["sentences"][:12]
+            sentences = row.values["sentences"][:5]
             words = sum(map(len, sentences))
             clusters = [[m for m in own if m[1] < words] for own in row.values["clusters"]]
             line = {"sentences": sentences, "clusters": [own for own in clusters if own]}
@@ -112,7 +111,7 @@ def test_a_real_checkpoint_learns_who_is_who(tmp_path):
         "model.source": str(granite()),
         "model.length": 512,
         "data.train": str(short),
-        "epochs": 5.0,
+        "epochs": 4.0,
         "precision": "no",
         "evaluation.every": 0,
         "log_every": 4,
@@ -159,15 +158,15 @@ def test_hotpotqa_answers_come_back_exactly():
 
 @pytest.mark.slow
 def test_a_real_checkpoint_learns_to_choose(tmp_path):
-    """Four questions about passages, by heart."""
+    """Two questions about passages, by heart."""
     race = data("race-high-dev.jsonl.xz")
     settings = {
         "model.source": str(granite()),
-        "model.length": 192,
+        "model.length": 96,
         "data.train": race,
-        "data.limit": 4,
-        "batch": 4,
-        "epochs": 24.0,
+        "data.limit": 2,
+        "batch": 2,
+        "epochs": 16.0,
         "warmup": 4.0,
         "learning_rate": 5e-4,
         "optimizer.schedule": "constant",

@@ -1,8 +1,8 @@
-"""A run whose weights are sharded over processes, interrupted and gone on with.
+"""Runs whose weights are sharded over processes, interrupted and gone on with.
 
-To be started by torchrun with a recipe as JSON and a folder. Accelerate shards where there are
-GPUs only. On a CPU its state is told afterwards what it would have read from the environment of a
-launch with FSDP; all that follows is its own and torch's.
+To be started by torchrun with folders and recipes in turn, these as JSON. Accelerate shards where
+there are GPUs only. On a CPU its state is told afterwards what it would have read from the
+environment of a launch with FSDP; all that follows is its own and torch's.
 """
 
 import json
@@ -48,9 +48,7 @@ class Watching(Interrupting):
         return super().loss(model, batch, state)
 
 
-def main(settings: str, folder: Path) -> None:
-    if not torch.cuda.is_available():
-        loop.Accelerator = Sharding
+def main(folder: Path, settings: str) -> None:
     recipe = from_dict(json.loads(settings))
     broken = Watching(recipe, CORPUS)
     broken.stop_at = 10  # of two calls per step: in step 5, after the checkpoint of step 3
@@ -60,4 +58,7 @@ def main(settings: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    if not torch.cuda.is_available():
+        loop.Accelerator = Sharding
+    for folder, settings in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(Path(folder), settings)

@@ -43,15 +43,20 @@ def recipe(name: str) -> Recipe:
     return change(made, {"phases": made.to_dict()["phases"][:1]})
 
 
-def launch(made: Recipe, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+def launch(
+    asked: dict[Path, Recipe], processes: int = 2, **environment: str
+) -> subprocess.CompletedProcess:
+    """Runs in folders, one after the other."""
     on_gpu = torch.cuda.is_available()
-    processes = min(2, torch.cuda.device_count()) if on_gpu else 2
+    if on_gpu:
+        processes = min(processes, torch.cuda.device_count())
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     own = {"PYTHONPATH": os.pathsep.join(sys.path)}
     if not on_gpu:
         own["ACCELERATE_USE_CPU"] = "true"
+    given = [part for path, made in asked.items() for part in (path, json.dumps(made.to_dict()))]
     return subprocess.run(
-        [sys.executable, *start, "-m", "train.sharded", json.dumps(made.to_dict()), str(folder)],
+        [sys.executable, *start, "-m", "train.sharded", *map(str, given)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -59,21 +64,27 @@ def launch(made: Recipe, folder: Path, **environment: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("compressive-enwik8", {"rtol": 1e-4, "atol": 1e-6}),  # AdamW, memories
-        # Muon, which computes in bfloat16; evaluated with longer memories than trained with.
-        ("rival-xl", {"rtol": 0.02, "atol": 0.001}),
-    ],
-)
-def test_sharded_and_interrupted_a_run_is_the_same(name, near, tmp_path):
-    made = recipe(name)
-    done = launch(made, tmp_path / "two")
+NEAR = {
+    "compressive-enwik8": {"rtol": 1e-4, "atol": 1e-6},  # AdamW, memories
+    # Muon, which computes in bfloat16; evaluated with longer memories than trained with.
+    "rival-xl": {"rtol": 0.02, "atol": 0.001},
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, by name."""
+    folder = tmp_path_factory.mktemp("sharded")
+    done = launch({folder / name: recipe(name) for name in NEAR})
     assert done.returncode == 0, done.stderr
-    train(made, CharLM(made, CORPUS), tmp_path / "one", console=QUIET)
-    one, two = tmp_path / "one", tmp_path / "two"
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "near"), NEAR.items())
+def test_sharded_and_interrupted_a_run_is_the_same(name, near, sharded, tmp_path):
+    made, one, two = recipe(name), tmp_path / "one", sharded / name
+    train(made, CharLM(made, CORPUS), one, console=QUIET)
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
     for name in ("model.safetensors", "optimizer.safetensors"):
         ends = [checkpoint.folder_of(run, made.steps) / name for run in (two, one)]
@@ -92,6 +103,6 @@ def test_sharded_and_interrupted_a_run_is_the_same(name, near, tmp_path):
     ],
 )
 def test_what_cannot_be_sharded_is_named(name, environment, message, tmp_path):
-    done = launch(recipe(name), tmp_path, **environment)
+    done = launch({tmp_path: recipe(name)}, processes=1, **environment)
     assert done.returncode != 0
     assert message in done.stderr

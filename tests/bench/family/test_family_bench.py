@@ -5,6 +5,7 @@ import pickle
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,8 +125,13 @@ def test_errors_vanish_where_nothing_is_left_out() -> None:
     assert many < few / 3
 
 
-def test_errors_by_budget() -> None:
-    found = measure_errors(quick=True)["errors"]
+@pytest.fixture(scope="module")
+def errors() -> dict[str, Any]:
+    return measure_errors(quick=True)
+
+
+def test_errors_by_budget(errors: dict[str, Any]) -> None:
+    found = errors["errors"]
     assert {one["mechanism"] for one in found} == set(APPROXIMATE)
     assert set(APPROXIMATE) <= set(CONTENDERS)
     for name in set(APPROXIMATE) - {"performer"}:
@@ -134,9 +140,9 @@ def test_errors_by_budget() -> None:
         assert own[-1] < own[0]
 
 
-def test_tables_and_figure(tmp_path: Path) -> None:
+def test_tables_and_figure(tmp_path: Path, errors: dict[str, Any]) -> None:
     results = made_up(1.0)
-    results.header |= measure_errors(quick=True)
+    results.header |= errors
     console = Console(width=160, file=StringIO())
     show(results, console)
     assert isinstance(console.file, StringIO)

@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASE = FinetuningCase(
     tokens=64, batch=2, layers=1, hidden=16, heads=2, vocab=300, window=16, steps=8, dtype="float32"
 )
-SETTINGS = Settings(DEVICE.type, threads=1, rounds=2, seconds=0.1)
+SETTINGS = Settings(DEVICE.type, threads=1, rounds=1, seconds=0.05)
 
 
 def test_documents_nearly_fill_the_model() -> None:
