@@ -431,7 +431,7 @@ def backward(
     grad, query, key, value, out = _working(grad, query, key, value, out)
     if uncut(query, key, pattern, seed):
         tile, tensors = _whole(query, seen, pattern, grad, query, key, value, out)
-        grads = tuple(t.transpose(1, 2).to(dtype) for t in tile.backward(*tensors, lse))
+        grads = tuple(t.transpose(1, 2).to(dtype) for t in tile.backward(*tensors, lse=lse))
         return (torch.stack(grads, dim=2),) if stacked else grads
     grad_query, grad_key, grad_value = (
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value)
