@@ -37,14 +37,21 @@ DECODERS = (
 )
 # Those that are of the order n * sqrt(n), as published.
 ROOT = ("sparse-strided", "sparse-fixed", "routing", "causal-routing")
-# Ours in the setting of a public implementation, to be compared with it alone.
+# Public implementations, see `rivals`, measured where they are installed; and ours in the setting
+# of one of them, to be compared with it alone.
+_BESIDE = {
+    "performer": ("performer-pytorch",),
+    "linformer": ("linformer-package",),
+    "bigbird": ("transformers-bigbird",),
+    "reformer": ("reformer-pytorch", "transformers-reformer"),
+    "routing": ("routing-matched", "routing-transformer"),
+    "causal-performer": ("causal-performer-pytorch",),
+}
 MATCHED = ("routing-matched",)
-# Public implementations, see `rivals`; measured where they are installed.
-ENCODER_RIVALS = (
-    *("performer-pytorch", "linformer-package", "transformers-bigbird"),
-    *("reformer-pytorch", "transformers-reformer", "routing-transformer"),
+ENCODER_RIVALS, DECODER_RIVALS = (
+    tuple(name for kind in kinds for name in _BESIDE.get(kind, ()) if name not in MATCHED)
+    for kinds in (ENCODERS, DECODERS)
 )
-DECODER_RIVALS = ("causal-performer-pytorch",)
 
 
 def suite(
@@ -60,12 +67,12 @@ def suite(
     else:
         base = replace(base, hidden=128, heads=2)
         known = (2048, 4096, 8192, 16_384)
+    # Kind by kind, so that a machine that changes its speed does so between kinds, not between the
+    # lengths of one or between ours and theirs.
     return [
         Job(replace(base, tokens=n, causal=causal), contenders)
+        for causal, kinds in ((False, ENCODERS), (True, DECODERS))
+        for contenders in ((kind, *_BESIDE.get(kind, ())) for kind in kinds)
         for n in lengths or known
         if n in known
-        for causal, contenders in (
-            (False, ENCODERS + MATCHED + ENCODER_RIVALS),
-            (True, DECODERS + DECODER_RIVALS),
-        )
     ]
