@@ -153,11 +153,11 @@ class _Row:
                     shape = (queries.length, shift, columns)
                     if shape not in biases:
                         one = queries._replace(tiles=1), keys._replace(tiles=1)
-                        biases[shape] = self._bias(self._in_window(*one, dilation))
+                        biases[shape] = _bias(self._in_window(*one, dilation), self.dtype)
                     yield _Piece(queries, keys, biases[shape], joins=False)
                 elif together.any():
                     visible = together & self._in_window(queries, keys, dilation)
-                    yield _Piece(queries, keys, self._bias(visible), joins=False)
+                    yield _Piece(queries, keys, _bias(visible, self.dtype), joins=False)
 
     def _blocks(self, dilation: int) -> Iterator[tuple[_Strided, int, int]]:
         """Stacks of equal query blocks; where the keys in reach begin, from each block's first
@@ -220,7 +220,7 @@ class _Row:
         if self.pattern.global_rows and isinstance(keys, _Gathered):
             visible &= ~queries.take(self.is_global)[..., None]  # these have rows of their own
         if visible.any():
-            yield _Piece(queries, keys, self._bias(visible), joins=True)
+            yield _Piece(queries, keys, _bias(visible, self.dtype), joins=True)
 
     def _in_window(self, queries: _Tokens, keys: _Tokens, dilation: int) -> Tensor:
         """Bool [tiles, queries, keys]: does the window of the query hold the key?"""
@@ -239,11 +239,13 @@ class _Row:
         key = key[:, None]
         return (key >= start[..., None]) & (key < stop[..., None]) & valid[:, None]
 
-    def _bias(self, visible: Tensor) -> Tensor | None:
-        if visible.all():
-            return None
-        bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-        return bias.masked_fill_(~visible, -torch.inf)[:, None]
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """[tiles, 1, queries, keys] of what is added to scores; None where all is visible."""
+    if visible.all():
+        return None
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return bias.masked_fill_(~visible, -torch.inf)[:, None]
 
 
 class _Tile(NamedTuple):
@@ -314,9 +316,8 @@ def _whole(
         position = torch.arange(query.shape[1], device=query.device)
         visible = (position >= seen.start[..., None]) & (position < seen.stop[..., None])
         visible &= seen.stop[:, None] > 0
-        if not visible.all():
-            bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
-            bias = bias.masked_fill_(~visible, -torch.inf)[:, None]
+        bias = _bias(visible, query.dtype)
+        if bias is not None:
             padding = (seen.stop == 0)[..., None, None]
             tensors = tuple(tensor.masked_fill(padding, 0.0) for tensor in tensors)
     return _Tile(bias, pattern.scale, None, fused=True), (t.transpose(1, 2) for t in tensors)
