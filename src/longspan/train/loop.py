@@ -7,6 +7,7 @@ the step and the process, and what is read follows from the step, so a run that 
 to the same losses.
 """
 
+import atexit
 import math
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -56,10 +58,15 @@ def train(
     # An earlier run in this process may have had other settings.
     AcceleratorState._reset_state(reset_partial_state=True)
     disable_fsdp_ram_efficient_loading()  # every process builds the model
+    alone = not dist.is_initialized()
     accelerator = Accelerator(
         mixed_precision=recipe.precision,
         dynamo_plugin=_compiler(recipe, task),
     )
+    if alone and dist.is_initialized():
+        # Not after the run: processes that meet a second time at the same place may read what
+        # they had left there the first time, and wait for each other forever.
+        atexit.register(_part)
     shares = _shares(recipe, accelerator)
     console = console or Console()
     if not accelerator.is_main_process:
@@ -226,8 +233,13 @@ def _train(
             place = after
     if metrics is not None:
         metrics.close()
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
     return found
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _compiler(recipe: Plan, task: Task) -> TorchDynamoPlugin | None:
