@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.ops import linear as module
+from longspan.ops import linear_sums as module
 from longspan.ops.linear import (
     KERNELS,
     causal_linear_attention,
