@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from layers.family import compiles_anywhere
 
-from longspan.ops import linear as module
+from longspan.ops import linear_sums as module
 from longspan.ops.linear import (
     KERNELS,
     causal_linear_attention,
@@ -213,3 +214,104 @@ def test_an_unknown_kernel_is_named():
     given, projection = tensors(4)
     with pytest.raises(ValueError, match="kernel='tanh' is unknown; choose from softmax, relu"):
         linear_attention(*given, projection=projection, kernel="tanh")
+
+
+def test_a_kernel_without_its_projection_is_named():
+    given, _ = tensors(4)
+    with pytest.raises(ValueError, match="kernel='relu' needs a projection: see draw_features"):
+        causal_linear_attention(*given, kernel="relu")
+
+
+def attended(given, projection, causal, **how):
+    if causal:
+        return causal_linear_attention(*given, projection=projection, **how)[0]
+    return linear_attention(*given, projection=projection, eps=0.0, **how)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", ["softmax", "relu"])
+def test_a_projection_can_be_learned(kernel, causal):
+    given, projection = tensors(200)
+    projection.requires_grad_()
+    found = attended(given, projection, causal, kernel=kernel)
+    wanted = product(*given, projection=projection, kernel=kernel, causal=causal)
+    out = torch.randn_like(found)
+    grads = (torch.autograd.grad(t, projection, out)[0] for t in (found, wanted))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [0.3, 1.0, 2.0])
+def test_no_further_from_float64_than_the_product_formed(causal, size):
+    (query, key, value), projection = tensors(300, d=16)
+    wide = [size * query, size * key, value + 1.0]
+    grad = torch.randn_like(query)
+
+    def results(attend, dtype):
+        given = [t.to(dtype).requires_grad_() for t in wide]
+        out = attend(given, projection.to(dtype))
+        return [out.detach(), *torch.autograd.grad(out, given, grad.to(dtype))]
+
+    def formed(given, vectors):
+        return product(*given, projection=vectors, kernel="softmax", causal=causal)
+
+    exact = results(formed, torch.float64)
+    narrow = results(formed, torch.float32)
+    ours = results(lambda given, vectors: attended(given, vectors, causal), torch.float32)
+    for truth, plain, found in zip(exact, narrow, ours, strict=True):
+        allowed = 2 * float((plain - truth).norm()) + 1e-6 * float(truth.norm())
+        assert float((found - truth).norm()) < allowed
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_stands_in_padding_does_not_matter(kernel):
+    given, projection = tensors(70)
+    valid = torch.ones(2, 70, dtype=torch.bool)
+    valid[1, 40:] = False
+    found = []
+    for junk in (0.0, torch.nan):
+        query, *others = (t.clone() for t in given)
+        for tensor in others:
+            tensor[1, 40:] = junk
+        states = [t.requires_grad_() for t in (query, *others)]
+        out = linear_attention(*states, projection=projection, kernel=kernel, valid=valid)
+        found.append([out, *torch.autograd.grad(out.square().sum(), states)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_second_derivatives_are_refused(causal):
+    given, projection = tensors(5)
+    out = attended([t.requires_grad_() for t in given], projection, causal)
+    with pytest.raises(RuntimeError, match="gradients can be taken once"):
+        torch.autograd.grad(out.sum(), given, create_graph=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_operators_are_as_torch_wants_them(kernel):
+    given, projection = tensors(130, dtype=torch.float32)
+    given = [t.requires_grad_() for t in given]
+    vectors = None if kernel == "elu" else projection
+    valid = torch.rand(2, 130) < 0.7
+    torch.library.opcheck(module.linear_op, (*given, vectors, valid, kernel, 1e-6))
+    before = causal_linear_attention(*given, projection=projection, kernel=kernel)[1]
+    for sums in ((None, None), before):
+        torch.library.opcheck(module.causal_op, (*given, vectors, *sums, kernel, True))
+
+
+@compiles_anywhere
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_compiles_as_one_graph(causal):
+    given, projection = tensors(300, dtype=torch.float32)
+    given = [t.requires_grad_() for t in given]
+
+    def call(*states):
+        return attended(states, projection, causal).square()
+
+    compiled: Any = torch.compile(call, fullgraph=True, backend="aot_eager")
+    both = [
+        [out, *torch.autograd.grad(out.sum(), given)] for out in (call(*given), compiled(*given))
+    ]
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other)
