@@ -343,9 +343,10 @@ def test_what_the_model_refuses_leaves_no_run(tmp_path, monkeypatch):
     made, run = recipe("window", steps=4), tmp_path / "run"
 
     def refused(**options):
-        with monkeypatch.context() as broken, pytest.raises(ValueError, match="an odd window"):
+        with monkeypatch.context() as broken:
             broken.setattr(CharLM, "build", lambda _: int("an odd window"))
-            go(made, run, **options)
+            with pytest.raises(ValueError, match="an odd window"):
+                go(made, run, **options)
 
     refused()
     made = change(made, {"seed": 5})
