@@ -15,7 +15,7 @@ from longspan.bench import attention, led, models
 from longspan.bench import run as bench_run
 from longspan.bench.benchmark import Case, Contender, Pass, Point
 from longspan.cli import app
-from longspan.ops.window import BACKENDS
+from longspan.ops.window import BACKENDS, native
 
 
 def invoke(*arguments: str, code: int = 0) -> str:
@@ -62,6 +62,25 @@ def test_doctor_json() -> None:
     assert cpu["device"] == "cpu"
     able = [b["name"] for b in cpu["backends"] if b["refusal"] is None]
     assert cpu["auto"] in able
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="native was not built")
+def test_doctor_says_which_instructions_native_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"backward: {native.targets()[0]}" in invoke("doctor")
+    monkeypatch.setenv("LONGSPAN_NATIVE_TARGET", "plain")
+    assert "backward: plain" in invoke("doctor")
+    monkeypatch.setenv("LONGSPAN_NATIVE_TARGET", "mmx")
+    output = invoke("doctor")
+    assert "LONGSPAN_NATIVE_TARGET='mmx'" in output
+    assert "backward:" not in output
+
+
+def test_doctor_gives_commands_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are longer than their column."""
+    monkeypatch.setattr(native, "unavailable", lambda: "run " + "x" * 60)
+    lines = [line.split("│") for line in invoke("doctor").splitlines() if "│" in line]
+    assert sum(cells[-2].count("x") for cells in lines if len(cells) > 3) >= 60
+    assert "…" not in invoke("doctor")
 
 
 @pytest.fixture
