@@ -14,7 +14,7 @@ import longspan
 from longspan.bench import attention, led, models
 from longspan.bench import run as bench_run
 from longspan.bench.benchmark import Case, Contender, Pass, Point
-from longspan.cli import app
+from longspan.cli import _flowing, app
 from longspan.ops.window import BACKENDS, native
 
 
@@ -45,6 +45,15 @@ def test_help_has_an_example_with_options_that_exist(name: str) -> None:
     for example in examples:
         assert set(re.findall(r"(?<!\S)--[\w-]+", example)) <= known
     assert all(one.help for one in command.params if one.name != "context")
+
+
+def test_help_is_broken_to_the_width_of_a_terminal() -> None:
+    """Only examples stand on lines of their own."""
+    words = "Docstrings are as wide as\nthis [bold]file[/] is."
+    examples = "[bold]longspan a[/]\n[bold]longspan b[/] does;\n[bold]longspan c[/]\nbeside."
+    assert _flowing(f"{words}\n\n{examples}") == f"{words.replace(chr(10), ' ')}\n\n{examples}"
+    for name in ("convert", "bench finetuning"):
+        assert not re.search(r"[a-z,]\n[a-z]", commands()[name].help)
 
 
 def test_doctor_names_every_backend() -> None:
