@@ -230,11 +230,21 @@ def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
     assert "longspan-layer" in output
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"points": [{"case": {}}]}', "{"])
-def test_a_damaged_report_is_named(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{}", "it has no 'points'"),
+        ("[]", "it has no 'points'"),
+        ('{"points": [{"case": {}}]}', "it has no"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_damaged_report_is_named(tmp_path: Path, content: str, why: str) -> None:
     path = tmp_path / "attention-cpu.json"
     path.write_text(content)
-    assert "damaged" in invoke("bench", "report", str(path), code=2)
+    said = invoke("bench", "report", str(path), code=2)
+    assert "damaged" in said
+    assert why in said
     path.write_bytes(b"\xb9\x00")
     assert "damaged" in invoke("bench", "report", str(path), code=2)
     assert "is a folder" in invoke("bench", "report", str(tmp_path), code=2)
