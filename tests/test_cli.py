@@ -14,8 +14,8 @@ import longspan
 from longspan.bench import attention, led, models
 from longspan.bench import run as bench_run
 from longspan.bench.benchmark import Case, Contender, Pass, Point
-from longspan.cli import app
-from longspan.ops.window import BACKENDS
+from longspan.cli import _flowing, app
+from longspan.ops.window import BACKENDS, native
 
 
 def invoke(*arguments: str, code: int = 0) -> str:
@@ -47,6 +47,15 @@ def test_help_has_an_example_with_options_that_exist(name: str) -> None:
     assert all(one.help for one in command.params if one.name != "context")
 
 
+def test_help_is_broken_to_the_width_of_a_terminal() -> None:
+    """Only examples stand on lines of their own."""
+    words = "Docstrings are as wide as\nthis [bold]file[/] is."
+    examples = "[bold]longspan a[/]\n[bold]longspan b[/] does;\n[bold]longspan c[/]\nbeside."
+    assert _flowing(f"{words}\n\n{examples}") == f"{words.replace(chr(10), ' ')}\n\n{examples}"
+    for name in ("convert", "bench finetuning"):
+        assert not re.search(r"[a-z,]\n[a-z]", commands()[name].help)
+
+
 def test_doctor_names_every_backend() -> None:
     output = invoke("doctor")
     assert "auto picks it" in output
@@ -62,6 +71,25 @@ def test_doctor_json() -> None:
     assert cpu["device"] == "cpu"
     able = [b["name"] for b in cpu["backends"] if b["refusal"] is None]
     assert cpu["auto"] in able
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="native was not built")
+def test_doctor_says_which_instructions_native_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"backward: {native.targets()[0]}" in invoke("doctor")
+    monkeypatch.setenv("LONGSPAN_NATIVE_TARGET", "plain")
+    assert "backward: plain" in invoke("doctor")
+    monkeypatch.setenv("LONGSPAN_NATIVE_TARGET", "mmx")
+    output = invoke("doctor")
+    assert "LONGSPAN_NATIVE_TARGET='mmx'" in output
+    assert "backward:" not in output
+
+
+def test_doctor_gives_commands_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are longer than their column."""
+    monkeypatch.setattr(native, "unavailable", lambda: "run " + "x" * 60)
+    lines = [line.split("│") for line in invoke("doctor").splitlines() if "│" in line]
+    assert sum(cells[-2].count("x") for cells in lines if len(cells) > 3) >= 60
+    assert "…" not in invoke("doctor")
 
 
 @pytest.fixture
@@ -202,11 +230,21 @@ def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
     assert "longspan-layer" in output
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"points": [{"case": {}}]}', "{"])
-def test_a_damaged_report_is_named(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{}", "it has no 'points'"),
+        ("[]", "it has no 'points'"),
+        ('{"points": [{"case": {}}]}', "it has no"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_damaged_report_is_named(tmp_path: Path, content: str, why: str) -> None:
     path = tmp_path / "attention-cpu.json"
     path.write_text(content)
-    assert "damaged" in invoke("bench", "report", str(path), code=2)
+    said = invoke("bench", "report", str(path), code=2)
+    assert "damaged" in said
+    assert why in said
     path.write_bytes(b"\xb9\x00")
     assert "damaged" in invoke("bench", "report", str(path), code=2)
     assert "is a folder" in invoke("bench", "report", str(tmp_path), code=2)

@@ -123,7 +123,7 @@ def test_positions(text, tmp_path):
         (["study", "rivals", "--only", "rival-lstm"], "choose from rival-longformer"),
         (["study", "windows", "--set", "nimutes=2"], "nimutes is unknown; did you mean minutes"),
         (["study", "windows"], "give --data PATH"),
-        (["plot", "nowhere"], "holds no run"),
+        (["plot", "nowhere"], "holds no run: it does not exist"),
         (["plot", "runs.json"], "No such file"),
         (["plot", "other.json"], "other.json is no results file of longspan plot"),
         (["plot", "cut.json"], "cut.json is not JSON"),

@@ -1,5 +1,7 @@
 """The `longspan` command. Everything slow is imported by the command that needs it."""
 
+from inspect import cleandoc, getdoc
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -486,6 +488,22 @@ def _parse_lengths(lengths: str | None) -> list[int] | None:
         # transformers' Longformer takes nothing else; ours has no such rule.
         raise typer.BadParameter(f"--lengths: {wrong} are not multiples of the window, 512")
     return parsed
+
+
+def _flowing(text: str) -> str:
+    """A docstring whose paragraphs may be broken anew, to the width of a terminal; only examples,
+    and what stands beside them, keep their lines."""
+    lines = cleandoc(text).split("\n")
+    flowing = lines[0]
+    for before, line in pairwise(lines):
+        example = before.endswith("[/]") or (before.endswith((".", ";")) and line[:6] == "[bold]")
+        flowing += "\n" + line if example or not (before and line) else " " + line
+    return flowing
+
+
+for _commands in (app, bench_app, cli_train.commands, cli_tasks.commands, cli_study.commands):
+    for _command in _commands.registered_commands:
+        _command.help = _flowing(getdoc(_command.callback) or "")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def study(
     """Train several models for the same time, one after the other, and put them side by side.
 
     [bold]rivals[/]: Longformer at once and staged, Transformer-XL, Compressive Transformer, dense
-    attention of 1,024; 40M parameters each. [bold]windows[/]: the paper's Table 4 at 9M.
+    attention of 1,024; 40M parameters each.
+    [bold]windows[/]: the paper's Table 4 at 9M.
     [bold]causal[/]: every kind of attention that decoders have, otherwise like rivals.
     [bold]positions[/]: its Table 5, what copying a short checkpoint's positions is worth.
     [bold]summaries[/]: its Figure 3, what reading more of a document is worth, by a small model

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from longspan import machine
-from longspan.ops.backends import choose
-from longspan.ops.window import BACKENDS
+from longspan.ops.backends import Backend, choose
+from longspan.ops.window import BACKENDS, native
 
 # What a first model would use: the dtype most common on the device, the usual head size.
 _DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -36,15 +36,19 @@ def _examine_device(device: torch.device) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "head_dim": _HEAD_DIM,
         "auto": auto,
-        "backends": [
-            {
-                "name": backend.name,
-                "summary": backend.summary,
-                "refusal": backend.refusal(device, dtype, _HEAD_DIM),
-            }
-            for backend in BACKENDS
-        ],
+        "backends": [_examine_backend(backend, device, dtype) for backend in BACKENDS],
     }
+
+
+def _examine_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    found = {"name": backend.name, "summary": backend.summary}
+    refusal = backend.refusal(device, dtype, _HEAD_DIM)
+    if backend.name == "native" and refusal is None:
+        try:
+            found["instruction_set"] = native.target()
+        except ValueError as error:  # one was asked for that this CPU has not
+            refusal = str(error)
+    return {**found, "refusal": refusal}
 
 
 def _hardware(device: torch.device) -> dict[str, Any]:
@@ -80,7 +84,8 @@ def _show_device(device: dict[str, Any], console: Console) -> None:
         facts += [f"{device['memory_gib']} GiB", f"compute capability {device['capability']}"]
         facts += [f"{device['multiprocessors']} multiprocessors"]
     else:
-        facts += [f"{device['cores']} cores, {device['threads']} threads", device["capability"]]
+        facts += [_counted(device["cores"], "core"), _counted(device["threads"], "thread")]
+        facts += [device["capability"]]
     table = Table(
         title=f"{device['device']}: {', '.join(facts)}",
         title_justify="left",
@@ -90,10 +95,15 @@ def _show_device(device: dict[str, Any], console: Console) -> None:
     )
     table.add_column("backend")
     table.add_column("what it is")
-    table.add_column("here")
+    table.add_column("here", overflow="fold")  # commands to copy stand there
     for backend in device["backends"]:
         here = Text(backend["refusal"] or "can run", "" if backend["refusal"] else "green")
         if backend["name"] == device["auto"]:
             here.append(" (auto picks it)", "bold")
-        table.add_row(backend["name"], backend["summary"], here)
+        used = f": {backend['instruction_set']}" if "instruction_set" in backend else ""
+        table.add_row(backend["name"], backend["summary"] + used, here)
     console.print(table)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

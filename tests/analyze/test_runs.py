@@ -210,8 +210,11 @@ def test_evaluations_are_within_the_picture(found):
 def test_what_cannot_be_compared_is_named(runs, text, tmp_path):
     with pytest.raises(ValueError, match="names, which repeat"):
         measure([runs[0], runs[0]], PROBE)
+    said = []  # nothing is measured before all are known to be runs
+    fresh = Probe(limit=100, rows=1, longest=16, tokens=0, start=8, step=8)
     with pytest.raises(ValueError, match="holds no run"):
-        measure([tmp_path], PROBE)
+        measure([runs[0], tmp_path], fresh, say=said.append)
+    assert not said
     with pytest.raises(ValueError, match="rows=0"):
         Probe(rows=0)
     other = tmp_path / "other.jsonl"

@@ -137,7 +137,8 @@ def test_int8_is_smaller_than_what_it_was_made_of(dtype: torch.dtype, tmp_path: 
     assert all(row.largest < 0.01 * row.size for row in made.rounding)
 
     # Copied, it stays as it is.
-    convert_checkpoint(small, tmp_path / "copy")
+    copied = convert_checkpoint(small, tmp_path / "copy")
+    assert copied.parameters == made.parameters
     assert (tmp_path / "copy" / "model.safetensors").stat().st_size == after
 
 

@@ -36,6 +36,8 @@ def test_what_a_compiler_says_is_kept(elsewhere, monkeypatch):
     assert "attention.cpp: no such thing" in str(build.build())
     assert not build.LIBRARY.exists()
     assert "no such thing" in str(native.unavailable())
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert build.build() == "/bin/false failed with status 1: it says nothing"
 
 
 def test_a_file_that_is_no_library_is_named(elsewhere):

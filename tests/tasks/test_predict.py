@@ -55,8 +55,12 @@ def test_outputs_are_guarded(use, tmp_path):
         predict_file(use, source, output)
     with pytest.raises(ValueError, match=r"has 4 lines, .* only 2 rows"):
         predict_file(use, labelled(tmp_path / "other.csv", 2), output, resume=True)
-    with pytest.raises(ValueError, match="holds no run"):
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        predict_file(use, source, tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"holds no run: there is no recipe\.json"):
         Pipeline(tmp_path)
+    with pytest.raises(ValueError, match="holds no run: it does not exist"):
+        Pipeline(tmp_path / "nowhere")
 
 
 def test_questions_of_a_document_become_rows(tmp_path):

@@ -332,6 +332,30 @@ def test_folders_are_guarded(tmp_path):
         go(made, tmp_path / "run")
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         go(change(made, {"seed": 5}), tmp_path / "run", resume=True)
+    (tmp_path / "file").write_text("")
+    for taken in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match="a file in its place"):
+            go(made, taken)
+
+
+def test_what_the_model_refuses_leaves_no_run(tmp_path, monkeypatch):
+    """The same folder serves for the command that is right; a begun run stays one."""
+    made, run = recipe("window", steps=4), tmp_path / "run"
+
+    def refused(**options):
+        with monkeypatch.context() as broken:
+            broken.setattr(CharLM, "build", lambda _: int("an odd window"))
+            with pytest.raises(ValueError, match="an odd window"):
+                go(made, run, **options)
+
+    refused()
+    made = change(made, {"seed": 5})
+    broken = Interrupting(made, CORPUS)
+    broken.stop_at = 2  # in the first step, before anything is saved
+    with pytest.raises(StoppedError):
+        train(made, broken, run, console=QUIET)
+    refused(resume=True)
+    go(made, run, resume=True)
 
 
 def test_what_cannot_run_is_said_before_it_does(tmp_path):

@@ -77,12 +77,15 @@ def measure(
     if len(set(names)) < len(names):
         raise ValueError(f"runs are told apart by their folders' names, which repeat: {names}")
     corpora: dict[Source, Corpus] = {}  # reading takes long
+    before = [measured_before(folder, probe) for folder in folders]
+    # Measuring takes long: what cannot be measured is said first.
+    runs = [
+        None if known else open_run(folder) for folder, known in zip(folders, before, strict=True)
+    ]
     measured = []
-    for folder in folders:
-        known = measured_before(folder, probe)
+    for folder, known, run in zip(folders, before, runs, strict=True):
         say(f"{'measured before: ' if known else 'measuring '}{folder.resolve().name}")
-        if known is None:
-            run = open_run(folder)
+        if run is not None:
             recipe = run.recipe
             if data is not None:
                 recipe = change(recipe, {"data.path": str(data)})

@@ -79,6 +79,8 @@ def load(path: Path) -> Results:
     """Read a results file; an error says what is wrong with it."""
     try:
         content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise KeyError("points")
         points = content.pop("points")
         results = Results(header=content)
         make_case = results.benchmark.case
@@ -100,7 +102,8 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path} is a folder; give a .json file in it") from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         # Decoding errors carry the whole file along.
-        why = "not JSON" if isinstance(error, UnicodeDecodeError) else repr(error)
+        no_json = isinstance(error, UnicodeDecodeError | json.JSONDecodeError)
+        why = "not JSON" if no_json else repr(error)
         if isinstance(error, KeyError):
             why = f"it has no {error}"
         raise ValueError(f"{path} is damaged, or not written by `longspan bench` ({why})") from None

@@ -18,6 +18,7 @@ from longspan import models
 from longspan.hub import seq2seq
 from longspan.hub.convert import convert, load, positions_of
 from longspan.hub.rounding import MOST_TOKENS, Rounding, compare
+from longspan.layers.quantized import QuantizedLinear
 from longspan.models import (
     LongspanConfig,
     LongspanPreTrainedModel,
@@ -113,7 +114,7 @@ def convert_checkpoint(
         result=type(ours).__name__,
         positions=(trained, ours.config.longest or trained),
         window=_window(theirs, ours),
-        parameters=sum(p.numel() for p in ours.parameters()),
+        parameters=_parameters(ours),
         parity=reports,
         notes=notes,
         rounding=rounding,
@@ -168,6 +169,12 @@ def _inputs(
         shown = text[:40].replace("\n", " ") + ("..." if len(text) > 40 else "")
         cut = "" if ids.shape[1] <= most else f", its first {most} tokens"
         yield f"{shown!r}{cut}", ids[:, :most]
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    """How many, with those that are int8 already, which torch counts as buffers."""
+    int8 = [part.codes.numel() for part in model.modules() if isinstance(part, QuantizedLinear)]
+    return sum(p.numel() for p in model.parameters()) + sum(int8)
 
 
 def _megabytes(model: PreTrainedModel) -> float:

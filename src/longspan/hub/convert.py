@@ -216,23 +216,28 @@ def positions_of(config: Any) -> tuple[str, int | None]:
     return known.get("position", "learned"), count
 
 
-def load(source: str | Path) -> PreTrainedModel:
-    """The transformers model in a folder or on the hub, if it can be converted.
-
-    Refused are architectures nobody knows here, pickled weights, and checkpoints that are damaged
-    or lack weights. Only a pooler may be missing, as many checkpoints have none; it is left out.
-    """
+def load_config(source: str | Path) -> Any:
+    """The config in a folder or on the hub; an error says what stands there instead."""
     refuse_file(source)
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
         raise ValueError(_no_model(Path(source)))
     try:
-        config = AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source)
     except OSError as error:
         if Path(source).is_dir():
             raise
         raise ValueError(
             f"{source} is neither a folder here nor a model that the hub would give: {error}"
         ) from error
+
+
+def load(source: str | Path) -> PreTrainedModel:
+    """The transformers model in a folder or on the hub, if it can be converted.
+
+    Refused are architectures nobody knows here, pickled weights, and checkpoints that are damaged
+    or lack weights. Only a pooler may be missing, as many checkpoints have none; it is left out.
+    """
+    config = load_config(source)
     known = FAMILIES.get(config.model_type) or seq2seq.FAMILIES.get(config.model_type)
     bare = f"{known.name}Model" if known else config.model_type
     name = (config.architectures or [bare])[0]

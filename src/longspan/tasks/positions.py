@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig
 
-from longspan.hub.convert import positions_of
+from longspan.hub.convert import load_config, positions_of
 from longspan.models import LongspanForMaskedLM
 from longspan.tasks.finetune import done_before, finetune, half, read_metrics
 from longspan.tasks.mlm import MaskedLM
@@ -98,7 +97,7 @@ def study(
     if recipe.model.source is None:
         raise ValueError("there is no model to start from: give --model FOLDER or a hub name")
     source = find_source(recipe.model.source)
-    kind, short = positions_of(AutoConfig.from_pretrained(source))
+    kind, short = positions_of(load_config(source))
     if kind != "learned" or short is None or short >= recipe.model.length:
         raise ValueError(
             f"{recipe.model.source} has {short or 'no'} {kind} positions: the study needs a "

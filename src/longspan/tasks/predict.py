@@ -92,7 +92,8 @@ def find_run(run: Path, which: str) -> tuple[Finetuning, Path]:
     if not path.exists():
         seeds = sorted(folder.name for folder in run.glob("seed-*"))
         hint = f"; there are {', '.join(seeds)} in it" if seeds else ""
-        raise ValueError(f"{run} holds no run: there is no recipe.json{hint}")
+        why = "there is no recipe.json" if run.exists() else "it does not exist"
+        raise ValueError(f"{run} holds no run: {why}{hint}")
     values = checkpoint.read_json(path)
     if values.get("task") not in TASKS:
         raise ValueError(f"{run} holds a language model, which labels nothing: longspan generate")
@@ -180,6 +181,8 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
 
 def _done(output: Path, resume: bool) -> int:
     """How many whole lines there are already; half a line is taken away."""
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder; name a file for the predictions")
     if not output.exists() or not output.stat().st_size:
         return 0  # or the first row was refused
     if not resume:

@@ -29,9 +29,8 @@ def open_run(folder: Path, which: str = "best") -> Run:
     """A run and its "best" or "last" checkpoint."""
     path = folder / "recipe.json"
     if not path.exists():
-        raise ValueError(
-            f"{folder} holds no run: there is no recipe.json; `longspan train` makes one"
-        )
+        why = "there is no recipe.json" if folder.exists() else "it does not exist"
+        raise ValueError(f"{folder} holds no run: {why}; `longspan train` makes one")
     recipe = loads(path.read_text(encoding="utf8"))
     if "task" in recipe:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
 from longspan.hub import seq2seq
-from longspan.hub.convert import convert, head_of, positions_of
+from longspan.hub.convert import convert, head_of, load_config, positions_of
 from longspan.models import (
     LongspanConfig,
     LongspanForConditionalGeneration,
@@ -35,6 +35,7 @@ def find_source(source: str | Path) -> str:
 def load_tokenizer(source: str | Path) -> Any:
     """The fast tokenizer beside a checkpoint: character offsets come from no other."""
     source = find_source(source)
+    load_config(source)  # where there is no model at all, transformers speaks of other things
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
@@ -56,7 +57,7 @@ def add_tokens(tokenizer: Any, names: Sequence[str]) -> list[int]:
 
 def has_head(source: str | Path, head: type[LongspanPreTrainedModel]) -> bool:
     """Whether a checkpoint has a head of this class, or one that becomes it."""
-    config = AutoConfig.from_pretrained(find_source(source))
+    config = load_config(find_source(source))
     if config.model_type == LongspanConfig.model_type:
         return head.__name__ in (config.architectures or [])
     return head_of(config) is head
@@ -67,7 +68,7 @@ def check_freeze(start: Start) -> None:
     if start.freeze != "all-but-positions":
         return
     assert start.source is not None
-    kind, known = positions_of(AutoConfig.from_pretrained(find_source(start.source)))
+    kind, known = positions_of(load_config(find_source(start.source)))
     if kind != "learned" or known is None or known >= start.length:
         raise ValueError(
             f"model.freeze=all-but-positions: {start.source} needs no new positions for "

@@ -74,7 +74,13 @@ def train(
     _prepare_folder(recipe, run, resume)
     with checkpoint.claim(run):
         checkpoint.clear(run)
-        return _train(recipe, task, run, resume, console, accelerator, shares)
+        try:
+            return _train(recipe, task, run, resume, console, accelerator, shares)
+        except (TypeError, ValueError):
+            # A setting that only the model refuses: the folder is free for a better one.
+            if not resume and checkpoint.find(run) is None:
+                (run / "recipe.json").unlink()
+            raise
 
 
 def _train(
@@ -337,7 +343,10 @@ def _prepare_folder(recipe: Plan, run: Path, resume: bool) -> None:
         return
     if resume:
         raise ValueError(f"{run} holds no run to resume")
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{run} cannot be a run's folder: there is a file in its place") from None
     checkpoint.write_json(path, recipe.to_dict())
 
 

@@ -18,7 +18,16 @@ from longspan.ops.window.blocked import put_rows
 from longspan.ops.window.native import build
 from longspan.ops.window.pattern import Pattern, Visibility
 
-__all__ = ["DTYPES", "backward", "forward", "lse_row", "put_rows", "targets", "unavailable"]
+__all__ = [
+    "DTYPES",
+    "backward",
+    "forward",
+    "lse_row",
+    "put_rows",
+    "target",
+    "targets",
+    "unavailable",
+]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AGAIN = "run `python -m longspan.ops.window.native.build`"
@@ -82,16 +91,14 @@ def targets() -> tuple[str, ...]:
     return tuple(names)
 
 
-def _target() -> int:
+def target() -> str:
     """Which of them to use: the best, or the one that LONGSPAN_NATIVE_TARGET names."""
-    wanted = os.environ.get("LONGSPAN_NATIVE_TARGET")
-    if not wanted:
-        return 0
+    wanted = os.environ.get("LONGSPAN_NATIVE_TARGET") or targets()[0]
     if wanted not in targets():
         raise ValueError(
             f"LONGSPAN_NATIVE_TARGET={wanted!r} cannot run here; choose from {', '.join(targets())}"
         )
-    return targets().index(wanted)
+    return wanted
 
 
 def lse_row(n: int) -> int:
@@ -243,7 +250,7 @@ def _run(
         setattr(call, name, None if tensor is None else tensor.data_ptr())
     for name, tensor in tensors.items():
         setattr(call, name, _Tensor(tensor.data_ptr(), *tensor.stride()[:3]))
-    if library.longspan_attention(ctypes.byref(call), _target(), backward):
+    if library.longspan_attention(ctypes.byref(call), targets().index(target()), backward):
         raise MemoryError("native attention found no memory for its tiles")
 
 

@@ -57,7 +57,8 @@ def _run(command: list[str]) -> None:
     except OSError as error:
         raise BuildError(f"cannot run {command[0]}: {error}") from error
     if done.returncode:
-        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
+        said = done.stderr.strip()[-2000:] or "it says nothing"
+        raise BuildError(f"{command[0]} failed with status {done.returncode}: {said}")
 
 
 def compile_library(to: Path, extra: tuple[str, ...] = ()) -> None:
