@@ -30,6 +30,8 @@ _PLACES = (
     ((7, -6), "left", "center"),
     ((7, -12), "left", "center"),
     ((7, -18), "left", "center"),
+    ((7, -24), "left", "center"),
+    ((7, -30), "left", "center"),
     ((-2, 5), "right", "bottom"),
     ((0, 7), "center", "bottom"),
     ((-7, 12), "right", "bottom"),
@@ -44,7 +46,7 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
     renderer = FigureCanvasAgg(figure).get_renderer()
     inked, frame = _inked(axes), axes.get_window_extent(renderer)
     taken: list[Bbox] = []
-    for end in sorted(ends, key=lambda end: -end.x):
+    for end in sorted(ends, key=lambda end: (-end.x, -end.y)):
         tried = []
         for offset, horizontal, vertical in _PLACES:
             text = axes.annotate(
