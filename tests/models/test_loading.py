@@ -71,8 +71,8 @@ def test_a_head_that_lacks_weights(saved):
 
 
 def test_a_language_model_with_a_weight_too_many(tmp_path):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LongspanForCausalLM(LongspanDecoderConfig(**sizes)).save_pretrained(tmp_path)
+    config = LongspanDecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    LongspanForCausalLM(config).save_pretrained(tmp_path)
     rewrite(tmp_path, lambda weights: weights.update(surplus=torch.ones(2)))
     with pytest.raises(ValueError, match=r"1 weights that are none of it.*surplus"):
         LongspanForCausalLM.from_pretrained(tmp_path)
