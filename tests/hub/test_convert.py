@@ -1,5 +1,6 @@
 """Checkpoints in and out, compared with transformers on the same weights."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -306,6 +307,19 @@ def test_other_architectures_are_refused_by_name(tmp_path):
         longspan.convert(short("Bert", "ForNextSentencePrediction"))
     with pytest.raises(ValueError, match="is_decoder"):
         longspan.convert(short("Bert", is_decoder=True))
+
+
+def test_architectures_that_transformers_does_not_know_are_refused_as_well(tmp_path):
+    config = {"model_type": "unheard", "architectures": ["UnheardModel"]}
+    (tmp_path / "code.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path)!r}, 'ran').touch()"
+    )
+    for code in ({}, {"auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config | code))
+        wanted = r"UnheardModel \(model_type 'unheard'\); supported are Longformer"
+        with pytest.raises(ValueError, match=wanted):
+            longspan.convert(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

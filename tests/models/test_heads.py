@@ -250,6 +250,30 @@ def test_lists_instead_of_tensors_are_named(head):
         model(given["input_ids"], attention_mask=given["attention_mask"].tolist())
     with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor, got list"):
         model(torch.full((1, 6), 5), cu_seqlens=[0, 6])
+    with pytest.raises(TypeError, match="global_attention_mask must be a tensor, got list"):
+        model(given["input_ids"], global_attention_mask=[1])
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_bad_boundaries_are_named(head):
+    """Also by heads that look for questions between them."""
+    model, row = build(head), torch.full((1, 6), 5)
+    for bounds, message in (
+        ([0, 3, 7], "must rise from 0 to tokens = 6"),
+        ([0, 4, 2, 6], "must rise from 0 to tokens = 6"),
+        ([0, 3, 3, 6], r"documents \[1\] have no token"),
+        ([], r"must be \[documents \+ 1\] boundaries"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(row, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
+def test_no_warning_of_global_tokens_comes_before_an_error(monkeypatch):
+    said = []
+    monkeypatch.setattr(presets.logger, "warning_once", said.append)
+    with pytest.raises(ValueError, match="empty batch"):
+        build("ForSequenceClassification")(torch.full((0, 6), 5))
+    assert not said
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -18,7 +18,7 @@ from longspan import (
     convert,
 )
 from longspan.hub.checkpoint import convert_checkpoint
-from longspan.models import LongspanDecoderConfig
+from longspan.models import LongspanDecoderConfig, loading
 from longspan.models.loading import shortest
 
 
@@ -54,11 +54,40 @@ def test_weights_that_are_missing(saved):
 
 
 def test_weights_that_are_left_over(saved):
-    """Named, not refused: what one model leaves over is another's head."""
     rewrite(saved, lambda weights: weights.update(surplus=torch.ones(2)))
-    model, info = LongspanForMaskedLM.from_pretrained(saved, output_loading_info=True)
-    assert isinstance(model, LongspanForMaskedLM)
-    assert list(info["unexpected_keys"]) == ["surplus"]
+    for load in (LongspanForMaskedLM, transformers.AutoModelForMaskedLM):
+        with pytest.raises(ValueError, match=r"1 weights that are none of it.*surplus"):
+            load.from_pretrained(saved)
+    # What one model leaves over may be another's head.
+    _, info = LongspanModel.from_pretrained(saved, output_loading_info=True)
+    assert "surplus" in info["unexpected_keys"]
+
+
+def test_a_head_that_lacks_weights(saved):
+    """It is no new one: the checkpoint says that it has it."""
+    rewrite(saved, lambda weights: weights.pop("lm_head.dense.weight"))
+    with pytest.raises(ValueError, match=r"lacks 1 of its weights.*lm_head\.dense\.weight"):
+        LongspanForMaskedLM.from_pretrained(saved)
+
+
+def test_a_language_model_with_a_weight_too_many(tmp_path):
+    config = LongspanDecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    LongspanForCausalLM(config).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda weights: weights.update(surplus=torch.ones(2)))
+    with pytest.raises(ValueError, match=r"1 weights that are none of it.*surplus"):
+        LongspanForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_folder_without_a_config(saved):
+    (saved / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no LongspanModel: there is no config\.json"):
+        LongspanModel.from_pretrained(saved)
+
+
+def test_a_subfolder(saved):
+    build("ForMaskedLM").save_pretrained(saved / "inner")
+    (saved / "config.json").unlink()
+    assert LongspanForMaskedLM.from_pretrained(saved, subfolder="inner") is not None
 
 
 def test_layers_that_are_left_over(saved):
@@ -111,10 +140,16 @@ def test_a_file_instead_of_its_folder(saved):
         LongspanModel.from_pretrained(saved / "model.safetensors")
 
 
-def test_a_new_head_and_a_missing_pooler_are_fine(saved):
+def test_a_new_head_and_a_missing_pooler_are_fine(saved, monkeypatch):
+    said = []
+    monkeypatch.setattr(loading.logger, "warning", said.append)
     _, info = LongspanForTokenClassification.from_pretrained(saved, output_loading_info=True)
     assert set(info["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert len(said) == 1
+    assert "2 weights are new and have to be trained, classifier.bias" in said[0]
+    said.clear()
     assert isinstance(LongspanModel.from_pretrained(saved), LongspanModel)
+    assert not said
 
 
 class Trap:

@@ -46,6 +46,8 @@ def test_values_are_replaced():
     ("setting", "message"),
     [
         ("phases.0.stepps=3", "phases.0.stepps is unknown; did you mean steps?"),
+        ("steps=3", "steps is unknown; did you mean phases.0.steps?"),
+        ("hidden_size=3", "hidden_size is unknown; did you mean model.hidden_size?"),
         ("optimiser.clip=3", "optimiser is unknown; did you mean optimizer?"),
         ("phases.9.steps=3", "phases.9: there are 5, numbered from 0"),
         ("phases.0.steps=many", "phases.0.steps='many': expected int"),

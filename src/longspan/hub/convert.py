@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, LongformerConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    LongformerConfig,
+    PreTrainedModel,
+)
 
 from longspan.hub import seq2seq
 from longspan.hub.exchange import finish, gather, inexpressible, scatter, share_global
@@ -23,7 +29,13 @@ from longspan.models import (
     LongspanPreTrainedModel,
     LongspanSeq2SeqConfig,
 )
-from longspan.models.loading import load_weights, refuse_file, refuse_missing, refuse_surplus
+from longspan.models.loading import (
+    load_weights,
+    read_config,
+    refuse_file,
+    refuse_missing,
+    refuse_surplus,
+)
 
 # The paper went from 512 positions to 4,096.
 _TIMES = 8
@@ -187,8 +199,12 @@ def _recognise(name: str, config: Any) -> tuple[Family, str]:
         raise ValueError(
             f"{name} is a language model of longspan's already: there is nothing to convert"
         )
-    raise ValueError(
-        f"cannot convert {name} (model_type {config.model_type!r}); supported are "
+    raise ValueError(_unsupported(name, config.model_type))
+
+
+def _unsupported(name: str, kind: str) -> str:
+    return (
+        f"cannot convert {name} (model_type {kind!r}); supported are "
         f"{', '.join(family.name for family in FAMILIES.values())}, each with {', '.join(HEADS)}, "
         f"and {', '.join(family.name for family in seq2seq.FAMILIES.values())} with "
         f"{seq2seq.HEAD}"
@@ -221,6 +237,11 @@ def load_config(source: str | Path) -> Any:
     refuse_file(source)
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
         raise ValueError(_no_model(Path(source)))
+    told = read_config(source)
+    kind = told.get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        # transformers would speak of its own version, or ask to run code that came along.
+        raise ValueError(_unsupported((told.get("architectures") or [kind])[0], kind))
     try:
         return AutoConfig.from_pretrained(source)
     except OSError as error:

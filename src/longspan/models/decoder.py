@@ -16,7 +16,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from longspan.layers.causal import CausalWindow, RelativePositions
 from longspan.layers.decoder_block import DecoderBlock
 from longspan.models.decoder_config import LongspanDecoderConfig
-from longspan.models.loading import load_weights, refuse_missing, refuse_other, refuse_surplus
+from longspan.models.loading import load_weights, read_own, refuse_missing, refuse_stray
 from longspan.models.presets import readable
 from longspan.models.sampling import Sampler
 
@@ -96,11 +96,11 @@ class LongspanForCausalLM(PreTrainedModel):
             return super().from_pretrained(source, *arguments, **options)
         if options.pop("use_safetensors", None) is False:
             raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
-        refuse_other(source, cls.__name__, **options)
+        read_own(source, cls.__name__, **options)
         tell = options.pop("output_loading_info", False)
         model, info = load_weights(super().from_pretrained, source, *arguments, **options)
         refuse_missing(source, cls.__name__, info["missing_keys"])
-        refuse_surplus(source, cls.__name__, info["unexpected_keys"])
+        refuse_stray(source, cls.__name__, info["unexpected_keys"])
         return (model, info) if tell else model
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -27,10 +27,12 @@ from longspan.models.inputs import (
 )
 from longspan.models.loading import (
     load_weights,
+    read_own,
     refuse_missing,
-    refuse_other,
+    refuse_stray,
     refuse_surplus,
     shortest,
+    tell_new,
 )
 from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
@@ -146,27 +148,34 @@ class LongspanPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """As in transformers, but for safetensors alone, and whole: a head may be new, and is then
-        named in a warning, but an encoder that lacks weights or has layers left over is refused."""
+        """As in transformers, but for safetensors alone, and whole: the head of another task may be
+        new, and is then named in a warning; an encoder that lacks weights or has layers left over
+        is refused, and so is any weight more or less in what this very class has saved."""
         source = pretrained_model_name_or_path
         if options.get("state_dict") is not None or source is None:
             return super().from_pretrained(source, *arguments, **options)
         if options.pop("use_safetensors", None) is False:
             raise ValueError("use_safetensors=False: pickled weights can run code; none are read")
-        refuse_other(source, cls.__name__, **options)
+        known = read_own(source, cls.__name__, **options)
         tell = options.pop("output_loading_info", False)
         model, info = load_weights(super().from_pretrained, source, *arguments, **options)
+        same = cls.__name__ in (known.get("architectures") or [])
         prefix = f"{cls.base_model_prefix}."
+        head_may_be_new = cls.head_may_be_new and not same
+        missing = info["missing_keys"]
         refuse_missing(
             source,
             cls.__name__,
             (
                 name
-                for name in info["missing_keys"]
-                if (name.startswith(prefix) or not cls.head_may_be_new) and "pooler." not in name
+                for name in missing
+                if (name.startswith(prefix) or not head_may_be_new) and "pooler." not in name
             ),
         )
         refuse_surplus(source, cls.__name__, info["unexpected_keys"])
+        if same:
+            refuse_stray(source, cls.__name__, info["unexpected_keys"])
+        tell_new(source, cls.__name__, missing)
         if model.config.quantize is not None:
             model.base_model.requires_grad_(False)  # loading makes new parameters
         return (model, info) if tell else model

@@ -24,6 +24,7 @@ from longspan.models.outputs import (
     LongspanTokenClassifierOutput,
 )
 from longspan.models.presets import choose_global, warn_if_none
+from longspan.ops.window.api import check_masks
 
 
 class Transform(nn.Module):
@@ -103,13 +104,9 @@ class _Head(LongspanPreTrainedModel):
         **rest: Tensor | bool | None,
     ) -> LongspanOutput:
         like = input_ids if input_ids is not None else inputs_embeds
-        if (
-            global_attention_mask is None
-            # What is no tensor, or none of tokens, is refused by the encoder.
-            and isinstance(like, Tensor)
-            and (cu_seqlens is None or isinstance(cu_seqlens, Tensor))
-            and like.dim() >= 2
-        ):
+        # What is no tensor, or none of tokens, is refused by the encoder.
+        if global_attention_mask is None and isinstance(like, Tensor) and like.dim() >= 2:
+            check_masks(like, attention_mask=None, global_mask=None, cu_seqlens=cu_seqlens)
             global_attention_mask, most = choose_global(
                 self.config.global_preset or self.preset,
                 like,
@@ -118,9 +115,7 @@ class _Head(LongspanPreTrainedModel):
                 cu_seqlens=cu_seqlens,
             )
             max_global_tokens = max_global_tokens if most is None else most
-        if self.preset != "none":
-            warn_if_none(type(self).__name__, global_attention_mask)
-        return self.encoder(
+        encoded = self.encoder(
             input_ids,
             global_attention_mask=global_attention_mask,
             inputs_embeds=inputs_embeds,
@@ -128,6 +123,9 @@ class _Head(LongspanPreTrainedModel):
             max_global_tokens=max_global_tokens,
             **rest,
         )
+        if self.preset != "none":
+            warn_if_none(type(self).__name__, encoded.global_attention_mask)
+        return encoded
 
 
 class LongspanForMaskedLM(_Head):

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+logger = logging.get_logger(__name__)
+
 # Those options of `from_pretrained` that say where on the hub, or in its cache, a file is.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -75,7 +77,7 @@ def read_config(source: str | Path, **options: Any) -> dict[str, Any]:
             return PreTrainedConfig.get_config_dict(source, **where)[0]
         except OSError:
             return {}
-    path = Path(source) / "config.json"
+    path = Path(source, options.get("subfolder") or "", "config.json")
     if not path.is_file():
         return {}
     try:
@@ -84,14 +86,19 @@ def read_config(source: str | Path, **options: Any) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged, it is not JSON: {error}") from None
 
 
-def refuse_other(source: str | Path, name: str, **options: Any) -> None:
-    """Raise if this is a model of another library: of its weights none would be found."""
-    kind = read_config(source, **options).get("model_type", "longspan")
+def read_own(source: str | Path, name: str, **options: Any) -> dict[str, Any]:
+    """`read_config`, or an error if this is a model of another library, of whose weights none would
+    be found, or a folder without a config, for which transformers would make one up."""
+    known = read_config(source, **options)
+    kind = known.get("model_type", "longspan")
     if not kind.startswith("longspan"):
         raise ValueError(
             f"{source} holds a model of type {kind!r}, not {name}; longspan.convert makes one of "
             "longspan's of it"
         )
+    if not known and Path(source).is_dir() and options.get("config") is None:
+        raise ValueError(f"{source} holds no {name}: there is no config.json")
+    return known
 
 
 def refuse_missing(source: str | Path, name: str, missing: Iterable[str]) -> None:
@@ -112,6 +119,27 @@ def refuse_surplus(source: str | Path, name: str, unexpected: Iterable[str]) -> 
         raise ValueError(
             f"{source} holds {len(over)} weights of layers that its config.json does not describe "
             f"and {name} has no place for, among them {over[:4]}"
+        )
+
+
+def refuse_stray(source: str | Path, name: str, unexpected: Iterable[str]) -> None:
+    """Raise if any weights are left over of what was saved by this very class. A pooler may be:
+    there are models with and without one."""
+    over = sorted(key for key in unexpected if "pooler." not in key)
+    if over:
+        raise ValueError(
+            f"{source} calls itself {name}, but holds {len(over)} weights that are none of it, "
+            f"among them {over[:4]}"
+        )
+
+
+def tell_new(source: str | Path, name: str, missing: Iterable[str]) -> None:
+    """Say which weights begin with random numbers, as transformers would have said."""
+    new = sorted(key for key in missing if "pooler." not in key)
+    if new:
+        logger.warning(
+            f"{source} has no head of a {name}: {len(new)} weights are new and have to be trained, "
+            f"{', '.join(new[:4])}{' ...' if len(new) > 4 else ''}"
         )
 
 

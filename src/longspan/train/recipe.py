@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import json
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -196,6 +196,9 @@ def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     for key, value in settings.items():
         *path, last = key.split(".")
         inside: Any = values
+        below = None if path or last in values else next(_below(values, last), None)
+        if below is not None:
+            raise ValueError(f"{key} is unknown; did you mean {below}?")
         if path == ["attention"] and isinstance(values.get("attention"), str):
             values["attention"] = {"kind": values["attention"]}  # which now gets an option
         for depth, name in enumerate(path):
@@ -204,6 +207,16 @@ def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
         is_open = path in _OPEN or path[:2] == ["model", "attention"]
         inside[last if is_open and isinstance(inside, dict) else _place(inside, last, key)] = value
     return from_dict(values, type(recipe))
+
+
+def _below(inside: Any, name: str) -> Iterator[str]:
+    """Keys that end in `name`, those of first phases and layers first."""
+    each = inside if isinstance(inside, Mapping) else dict(enumerate(inside))
+    for key, value in each.items():
+        if key == name:
+            yield name
+        if isinstance(value, Mapping | list | tuple):
+            yield from (f"{key}.{rest}" for rest in _below(value, name))
 
 
 def _place(inside: Any, name: str, key: str) -> Any:
