@@ -277,6 +277,18 @@ def test_no_warning_of_global_tokens_comes_before_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize("head", HEADS)
+def test_tuples_instead_of_names(head):
+    model, given = build(head), batch(head, (9, 6))
+    named = model(**given)
+    model.config.return_dict = False
+    found = model(**given)
+    assert isinstance(found, tuple)
+    for one, other in zip(found, named.to_tuple(), strict=True):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("head", HEADS)
 def test_nothing_is_cut_silently(head):
     given = batch(head, (70, 30))
     with pytest.raises(ValueError, match=r"70 tokens.*positions for 64.*extend_positions\(70\)"):

@@ -84,6 +84,22 @@ def test_a_folder_without_a_config(saved):
         LongspanModel.from_pretrained(saved)
 
 
+def test_a_config_that_is_none(saved):
+    (saved / "config.json").write_text("[1]")
+    for load in (LongspanModel.from_pretrained, convert):
+        with pytest.raises(ValueError, match="is no config: it holds a list"):
+            load(saved)
+
+
+def test_other_settings_than_it_was_saved_with(saved, monkeypatch):
+    """What is missing or left over then is no fault of the file's."""
+    said = []
+    monkeypatch.setattr(loading.logger, "warning", said.append)
+    made = LongspanForMaskedLM.from_pretrained(saved, tie_word_embeddings=False)
+    assert "1 weights are new and have to be trained, lm_head.decoder.weight" in said[0]
+    assert not made.config.tie_word_embeddings
+
+
 def test_a_subfolder(saved):
     build("ForMaskedLM").save_pretrained(saved / "inner")
     (saved / "config.json").unlink()

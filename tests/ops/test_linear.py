@@ -115,8 +115,8 @@ def test_against_the_product_formed(kernel, tokens, at_a_time, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", [1, 128, 129, 300])
-@pytest.mark.parametrize("at_a_time", [1, 10**9])
+@pytest.mark.parametrize("tokens", [1, 128, 129, 300, 700])
+@pytest.mark.parametrize("at_a_time", [1, 2**15, 10**9])  # the second: two chunks
 def test_the_scan_against_the_product_formed(kernel, tokens, at_a_time, monkeypatch):
     for name in ("_CPU_FEATURES", "_FEATURES"):
         monkeypatch.setattr(module, name, at_a_time)
@@ -130,6 +130,46 @@ def test_the_scan_against_the_product_formed(kernel, tokens, at_a_time, monkeypa
         torch.autograd.grad(found, given, out), torch.autograd.grad(wanted, given, out), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_beside_what_was_before(kernel):
+    given, projection = tensors(300)
+    given = [t.requires_grad_() for t in given]
+    first, second = ([t[:, own] for t in given] for own in (slice(0, 70), slice(70, 300)))
+    _, before = causal_linear_attention(*first, projection=projection, kernel=kernel)
+    found, _ = causal_linear_attention(*second, projection=projection, kernel=kernel, before=before)
+    whole = product(*given, projection=projection, kernel=kernel, causal=True)[:, 70:]
+    torch.testing.assert_close(found, whole)
+    out = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, second, out), torch.autograd.grad(whole, given, out), strict=True
+    ):
+        torch.testing.assert_close(one, other[:, 70:])
+
+
+def test_sums_do_not_fade_where_products_are_rounded(monkeypatch):
+    """As by TF32, and coarser, so that it shows soon: what was summed up is rounded once, not with
+    every token that follows."""
+    given, projection = tensors(300, dtype=torch.float32)
+    given[2] = given[2] + torch.arange(300)[:, None, None] / 100
+    exact, _ = causal_linear_attention(*given, projection=projection)
+    multiply = torch.bmm
+
+    def coarse(tensor):
+        return (tensor.view(torch.int32) + (1 << 16) & -(1 << 17)).view(torch.float32)
+
+    def rounded(one, other):
+        return multiply(coarse(one.contiguous()), coarse(other.contiguous()))
+
+    monkeypatch.setattr(torch, "bmm", rounded)
+    found, sums = [], None
+    for token in range(300):
+        own = [t[:, token : token + 1] for t in given]
+        out, sums = causal_linear_attention(*own, projection=projection, before=sums)
+        found.append(out)
+    error = (torch.cat(found, 1) - exact)[:, -50:].norm() / exact[:, -50:].norm()
+    assert 1e-4 < float(error) < 0.02
 
 
 def test_sums_go_on_where_they_ended():
@@ -172,7 +212,7 @@ def test_later_keys_do_not_wipe_out_the_first():
     assert float(wanted.abs().amin(-1).max()) > 0.1
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
+@pytest.mark.parametrize("size", [0.0, 1e-3, 30.0, 3000.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_large_and_small_inputs_stay_finite(size, dtype):
     (query, key, value), projection = tensors(140, dtype=dtype)
@@ -185,6 +225,17 @@ def test_large_and_small_inputs_stay_finite(size, dtype):
         assert out.isfinite().all()
         for grad in torch.autograd.grad(out.float().square().sum(), given):
             assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+def test_long_queries_and_keys_cost_no_accuracy(size):
+    """Most of what is left then is eps, relative to the largest exponent: so that has to be right
+    to a fraction of 1 where it is the difference of numbers beyond 1e7."""
+    (query, key, value), projection = tensors(300, d=64, dtype=torch.float32)
+    given = query * size, key * size, value
+    exact = linear_attention(*(t.double() for t in given), projection=projection.double())
+    found = linear_attention(*given, projection=projection)
+    assert float((found - exact).norm() / exact.norm()) < 1e-4
 
 
 def test_many_features_come_close_to_softmax_attention():
@@ -286,6 +337,28 @@ def test_second_derivatives_are_refused(causal):
     out = attended([t.requires_grad_() for t in given], projection, causal)
     with pytest.raises(RuntimeError, match="gradients can be taken once"):
         torch.autograd.grad(out.sum(), given, create_graph=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_forward_mode_is_refused(causal):
+    (query, *rest), projection = tensors(5)
+    with pytest.raises(NotImplementedError, match=r"none in forward mode \(jvp\)"):
+        torch.func.jvp(
+            lambda x: attended([x, *rest], projection, causal), (query,), (torch.ones_like(query),)
+        )
+
+
+def test_odd_inputs():
+    given, projection = tensors(20)
+    none = [t[:0] for t in given]
+    assert linear_attention(*none, projection=projection).shape == (0, 20, 3, 8)
+    assert causal_linear_attention(*none, projection=projection)[0].shape == (0, 20, 3, 8)
+    mixed = [given[0].float(), *given[1:]]
+    for causal in (False, True):
+        wanted = attended([t.float() for t in given], projection.float(), causal)
+        torch.testing.assert_close(attended(mixed, projection, causal), wanted)
+    with pytest.raises(ValueError, match="must be of the same tokens"):
+        causal_linear_attention(given[0][:, :10], *given[1:], projection=projection)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

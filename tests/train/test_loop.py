@@ -358,6 +358,15 @@ def test_what_the_model_refuses_leaves_no_run(tmp_path, monkeypatch):
     go(made, run, resume=True)
 
 
+def test_a_run_that_fails_after_its_start_stays_one(tmp_path, monkeypatch):
+    made, run = recipe("window", steps=4), tmp_path / "run"
+    with monkeypatch.context() as broken:
+        broken.setattr(CharLM, "loss", lambda *_: int("a damaged file"))
+        with pytest.raises(ValueError, match="a damaged file"):
+            go(made, run)
+    go(made, run, resume=True)
+
+
 def test_what_cannot_run_is_said_before_it_does(tmp_path):
     made = recipe("window", steps=1)
     with pytest.raises(ValueError, match="cannot be cut into 4 equal parts"):

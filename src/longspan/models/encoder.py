@@ -159,7 +159,8 @@ class LongspanPreTrainedModel(PreTrainedModel):
         known = read_own(source, cls.__name__, **options)
         tell = options.pop("output_loading_info", False)
         model, info = load_weights(super().from_pretrained, source, *arguments, **options)
-        same = cls.__name__ in (known.get("architectures") or [])
+        changed = options.keys() & model.config.to_dict().keys() - {"dtype", "torch_dtype"}
+        same = (known.get("architectures") or [None])[0] == cls.__name__ and not changed
         prefix = f"{cls.base_model_prefix}."
         head_may_be_new = cls.head_may_be_new and not same
         missing = info["missing_keys"]

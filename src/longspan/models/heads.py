@@ -121,6 +121,7 @@ class _Head(LongspanPreTrainedModel):
             inputs_embeds=inputs_embeds,
             cu_seqlens=cu_seqlens,
             max_global_tokens=max_global_tokens,
+            return_dict=True,
             **rest,
         )
         if self.preset != "none":

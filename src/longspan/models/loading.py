@@ -81,22 +81,26 @@ def read_config(source: str | Path, **options: Any) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf8"))
+        known = json.loads(path.read_text(encoding="utf8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged, it is not JSON: {error}") from None
+    if not isinstance(known, dict):
+        raise ValueError(f"{path} is no config: it holds a {type(known).__name__}, not an object")
+    return known
 
 
 def read_own(source: str | Path, name: str, **options: Any) -> dict[str, Any]:
     """`read_config`, or an error if this is a model of another library, of whose weights none would
     be found, or a folder without a config, for which transformers would make one up."""
     known = read_config(source, **options)
-    kind = known.get("model_type", "longspan")
+    kind = known.get("model_type") or "longspan"
     if not kind.startswith("longspan"):
         raise ValueError(
             f"{source} holds a model of type {kind!r}, not {name}; longspan.convert makes one of "
             "longspan's of it"
         )
-    if not known and Path(source).is_dir() and options.get("config") is None:
+    adapted = Path(source, "adapter_config.json").exists()  # it names the model it belongs to
+    if not known and Path(source).is_dir() and options.get("config") is None and not adapted:
         raise ValueError(f"{source} holds no {name}: there is no config.json")
     return known
 

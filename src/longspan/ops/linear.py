@@ -23,6 +23,7 @@ from torch import Tensor
 
 from longspan.ops.features import feature_attention, serves
 from longspan.ops.linear_sums import causal_op, linear_op
+from longspan.ops.operator import refuse_forward_mode
 
 KERNELS = ("softmax", "relu", "elu")
 
@@ -95,7 +96,7 @@ def linear_attention(
         return feature_attention(query, key, value, projection, valid, eps)
     eps = eps if kernel == "softmax" else 0.0
     projection = _needed(projection, kernel)
-    out = linear_op(query, key, value, projection, valid, kernel, eps)[0]
+    out = linear_op(*_alike(query, key, value), projection, valid, kernel, eps)[0]
     return out.to(query.dtype)
 
 
@@ -114,15 +115,27 @@ def causal_linear_attention(
     Nothing is added to softmax features here: relative to an exponent that a later key may have
     set, it would let a trace of the future through. Other arguments as in `linear_attention`.
     """
+    if key.shape != query.shape or value.shape[:3] != query.shape[:3]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise ValueError(f"query, key and value must be of the same tokens, got {shapes}")
     projection = _needed(projection, kernel)
     tensors = [t for t in (query, key, value, projection) if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     sums, reference = (None, None) if before is None else before
-    given = query, key, value, projection, sums, reference
+    given = *_alike(query, key, value), projection, sums, reference
     out, sums, reference, *_ = causal_op(*given, kernel, keep)
     pairs = query.shape[0], query.shape[2]
     after = Sums(sums.detach().unflatten(0, pairs), reference.detach().view(pairs))
     return out.to(query.dtype), after
+
+
+def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values as the operators take them: of one precision, that of queries."""
+    refuse_forward_mode("linear attention", *tensors)
+    if len({t.dtype for t in tensors}) == 1:
+        return tensors
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return tuple(t.to(wide) for t in tensors)
 
 
 def _needed(projection: Tensor | None, kernel: str) -> Tensor | None:

@@ -64,7 +64,8 @@ class _Map:
             reference = (made.amax(-1, keepdim=True) - half).amax(1, keepdim=True)
             least = torch.finfo(made.dtype).min  # a piece of padding has none
             reference = reference.clamp_(min=least) if above is None else reference.maximum(above)
-        return made.sub_(half + reference).exp_(), reference
+        # One after the other: long keys have a `half` so large that the sum would be rounded.
+        return made.sub_(half).sub_(reference).exp_(), reference
 
     def _project(self, states: Tensor) -> Tensor:
         if self.vectors is None:
@@ -253,7 +254,8 @@ def causal_op(
             tops[:, chunks] = own_top.view(-1, count)
             weights, share, reached = _weights(last, tops[:, chunks])
             last.copy_(reached)
-            before = _mixed(weights, now, _apart(torch.bmm(k.mT, v), count))
+            found = _apart(torch.bmm(k.mT, v), count)
+            before = _mixed(weights[..., 1:], found, weights[..., :1], now)
             now.copy_(before[:, -1])
             both = torch.bmm(q, before[:, :-1].flatten(0, 1))
             both.baddbmm_(torch.bmm(q, k.mT).tril_().mul_(share), v)
@@ -292,11 +294,12 @@ def causal_backward_op(
             weights, share, _ = _weights(reached[:, chunks.start - 1, None], tops[:, chunks])
             # The sums of the last chunk are for later pieces to read.
             found = _apart(k, count)[:, :-1].mT @ _apart(v, count)[:, :-1]
-            before = _mixed(weights[:, :-1, :-1], before, found)
+            before = _mixed(weights[:, :-1, 1:-1], found, weights[:, :-1, :1], before)
             by_scores = torch.bmm(both, v.mT).tril_().mul_(share)
             by_q = torch.bmm(both, before.flatten(0, 1).mT).baddbmm_(by_scores, k)
             # What was before and each chunk, as weighted above, from the reads and from later.
-            by_sums = _mixed(weights.mT, _apart(torch.bmm(q.mT, both), count), after)
+            found, weights = _apart(torch.bmm(q.mT, both), count), weights.mT
+            by_sums = _mixed(weights[..., :-1], found, weights[..., -1:], after)
             after, by_sums = by_sums[:, 0], by_sums[:, 1:].flatten(0, 1)
             by_k = torch.bmm(v, by_sums.mT).baddbmm_(by_scores.mT, q)
             scores = torch.bmm(q, k.mT).tril_().mul_(share)
@@ -345,15 +348,17 @@ def _weights(last: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights.exp_().tril_(), (here - reached).exp_().view(-1, 1, 1), last
 
 
-def _mixed(weights: Tensor, *sums: Tensor) -> Tensor:
-    """Sums [pairs, (count,) features, columns], one after the other, by [pairs, others, count]."""
-    given = torch.cat([t if t.dim() == 4 else t[:, None] for t in sums], 1)
-    return torch.bmm(weights, given.flatten(2)).unflatten(2, given.shape[2:])
+def _mixed(weights: Tensor, sums: Tensor, share: Tensor, carried: Tensor) -> Tensor:
+    """Sums [pairs, count, features, columns] by weights [pairs, others, count], and what is carried
+    from piece to piece by its own [pairs, others, 1]. That is no part of the product: if products
+    may be rounded (TF32), it would be so at every piece, or token, again."""
+    made = torch.bmm(weights, sums.flatten(2)).unflatten(2, sums.shape[2:])
+    return made.addcmul_(share[..., None], carried[:, None])
 
 
 def _pieces(sums: Tensor, tokens: int) -> Iterator[slice]:
     pairs, features, _ = sums.shape
-    size = max(_ROWS, _at_a_time(sums) // (pairs * features))
+    size = max(_ROWS, _at_a_time(sums) // max(1, pairs * features))
     for first in range(0, tokens, size):
         yield slice(first, min(tokens, first + size))
 
@@ -373,7 +378,7 @@ def _stretches(sums: Tensor, tokens: int) -> Iterator[tuple[slice, slice, int]]:
 
 def _together(features: int, like: Tensor) -> int:
     """Chunks of a piece, of so many features per token."""
-    return min(_CHUNKS, max(1, _at_a_time(like) // (features * _CHUNK)))
+    return min(_CHUNKS, max(1, _at_a_time(like) // max(1, features * _CHUNK)))
 
 
 def _at_a_time(like: Tensor) -> int:
@@ -395,7 +400,7 @@ def _take(tensor: Tensor, own: slice) -> Tensor:
 
 
 def _put(tensor: Tensor, own: slice, found: Tensor) -> None:
-    tensor[:, own] = found.unflatten(0, (tensor.shape[0], -1)).transpose(1, 2)
+    tensor[:, own] = found.unflatten(0, tensor.shape[:3:2]).transpose(1, 2)
 
 
 def _keys(
@@ -412,12 +417,12 @@ def _keys(
 
 def _cut(tensor: Tensor, count: int) -> Tensor:
     """[pairs, tokens, ...] -> [pairs * count, tokens of a chunk, ...]."""
-    return tensor.unflatten(1, (count, -1)).flatten(0, 1)
+    return tensor.unflatten(1, (count, tensor.shape[1] // count)).flatten(0, 1)
 
 
 def _apart(tensor: Tensor, count: int) -> Tensor:
     """[pairs * count, ...] -> [pairs, count, ...]."""
-    return tensor.unflatten(0, (-1, count))
+    return tensor.unflatten(0, (tensor.shape[0] // count, count))
 
 
 def _joined(tensor: Tensor, count: int) -> Tensor:
@@ -429,7 +434,7 @@ def _divide(both: Tensor, out: Tensor, own: slice) -> Tensor:
     gradient, where nothing was seen or all that was seen has vanished beside something larger."""
     below = both[..., -1:]
     inverse = below.masked_fill(below < 1e-30, torch.inf).reciprocal_()
-    above, share = (t.unflatten(0, (len(out), -1)) for t in (both[..., :-1], inverse))
+    above, share = (t.unflatten(0, out.shape[:3:2]) for t in (both[..., :-1], inverse))
     torch.mul(above, share, out=out[:, own].transpose(1, 2))
     return inverse
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 _LIBRARY = torch.library.Library("longspan", "FRAGMENT")
 
@@ -34,3 +35,11 @@ def differentiable(
 ) -> None:
     """Give an operator its gradient: `save(ctx, inputs, output)`, then `backward(ctx, *grads)`."""
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
+
+
+def refuse_forward_mode(name: str, *tensors: torch.Tensor) -> None:
+    """Operators pass no tangents on, and torch would take them for zero without a word."""
+    if torch.compiler.is_compiling():
+        return
+    if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(f"{name} has gradients backward, none in forward mode (jvp)")

@@ -58,15 +58,11 @@ def train(
     # An earlier run in this process may have had other settings.
     AcceleratorState._reset_state(reset_partial_state=True)
     disable_fsdp_ram_efficient_loading()  # every process builds the model
-    alone = not dist.is_initialized()
+    atexit.unregister(_part)
     accelerator = Accelerator(
         mixed_precision=recipe.precision,
         dynamo_plugin=_compiler(recipe, task),
     )
-    if alone and dist.is_initialized():
-        # Not after the run: processes that meet a second time at the same place may read what
-        # they had left there the first time, and wait for each other forever.
-        atexit.register(_part)
     shares = _shares(recipe, accelerator)
     console = console or Console()
     if not accelerator.is_main_process:
@@ -78,8 +74,8 @@ def train(
             return _train(recipe, task, run, resume, console, accelerator, shares)
         except (TypeError, ValueError):
             # A setting that only the model refuses: the folder is free for a better one.
-            if not resume and checkpoint.find(run) is None:
-                (run / "recipe.json").unlink()
+            if not resume and not (run / "metrics.jsonl").exists():
+                (run / "recipe.json").unlink(missing_ok=True)
             raise
 
 
@@ -240,10 +236,14 @@ def _train(
     if metrics is not None:
         metrics.close()
     accelerator.wait_for_everyone()
+    # Not now: processes that meet a second time at the same place may read what they had left there
+    # the first time, and wait for each other forever. Nor after a failure, when others still wait.
+    atexit.register(_part)
     return found
 
 
 def _part() -> None:
+    """At the end of a program whose last run came to its end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
