@@ -42,4 +42,4 @@ def refuse_forward_mode(name: str, *tensors: torch.Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError(f"{name} has gradients backward, none in forward mode (jvp)")
+        raise RuntimeError(f"{name}: gradients go backward, there are none in forward mode (jvp)")
