@@ -156,7 +156,8 @@ class Point:
     """One measurement. `error` stands in place of the numbers where there are none.
 
     `ms` is the time of the pass. Where it was captured as a CUDA graph that is the device's own,
-    and `eager_ms` that of the same call made from Python.
+    each sample after a rest; `busy_ms` is that without rests, at whatever clock the chip keeps
+    then, and `eager_ms` that of the same call made from Python.
     """
 
     case: Any
@@ -165,6 +166,7 @@ class Point:
     ms: float | None = None
     mib: float | None = None
     eager_ms: float | None = None
+    busy_ms: float | None = None
     error: str | None = None
 
 

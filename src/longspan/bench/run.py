@@ -102,6 +102,8 @@ class _Lines:
         outcome = point.error or f"{point.ms:.3f} ms, {point.mib:.1f} MiB"
         if point.eager_ms is not None and point.eager_ms != point.ms:
             outcome += f" (from Python {point.eager_ms:.3f} ms)"
+        if point.busy_ms is not None:
+            outcome += f" (without rests {point.busy_ms:.3f} ms)"
         line = f"[{self.count}/{self.total}] {point.contender}, {point.case}, {point.kind}"
         self.console.print(f"{line}: {outcome}", markup=False, highlight=False, soft_wrap=True)
 

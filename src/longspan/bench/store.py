@@ -13,6 +13,9 @@ from longspan.bench.benchmark import OUT_OF_MEMORY, Benchmark, Case, Pass, Point
 # What must agree for two points to stand in one file.
 _IDENTITY = ("machine", "versions", "source", "settings")
 
+# Times of a point besides its `ms`, where it has them.
+_CLOCKS = ("eager_ms", "busy_ms")
+
 Key = tuple[Any, str, Pass]  # a case of the benchmark, a contender, a pass
 
 
@@ -56,7 +59,7 @@ class Results:
                 "pass": p.kind,
                 "ms": None if p.ms is None else round(p.ms, 5),
                 "mib": None if p.mib is None else round(p.mib, 2),
-                **({"eager_ms": round(p.eager_ms, 5)} if p.eager_ms is not None else {}),
+                **{name: round(ms, 5) for name in _CLOCKS if (ms := getattr(p, name)) is not None},
                 **({"error": p.error} if p.error else {}),
             }
             for p in self.points.values()
@@ -92,7 +95,7 @@ def load(path: Path) -> Results:
                     kind=p["pass"],
                     ms=p["ms"],
                     mib=p["mib"],
-                    eager_ms=p.get("eager_ms"),
+                    **{name: p.get(name) for name in _CLOCKS},
                     error=p.get("error"),
                 )
             )

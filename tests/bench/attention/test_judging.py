@@ -1,15 +1,18 @@
 """What is made of attention's points: targets and figures; and the suites that measure them."""
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from bench.made_up import make_header, make_results, pick
+from rich.console import Console
 
 from longspan.bench.attention import BENCHMARK
 from longspan.bench.attention.cases import AttentionCase
 from longspan.bench.attention.claims import claims
 from longspan.bench.attention.figure import draw
+from longspan.bench.attention.tables import tables
 from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Pass, Point
 from longspan.bench.store import Results
 
@@ -35,6 +38,20 @@ def test_cuda_claims() -> None:
     assert pick(made, "16 global, n=16,384, forward+backward", "Flex").met is False
     assert pick(made, "time per token", "forward+backward").measured == pytest.approx(1.0)
     assert pick(made, "layer", " 0 global, forward:").target == 25
+
+
+def test_times_without_rests_have_tables_of_their_own() -> None:
+    """Where a chip lowers its clock under load, ratios may be others than after rests."""
+    results = linear_results()
+    assert [str(table.title) for table in tables(results) if "rests" in str(table.title)] == []
+    case = AttentionCase(tokens=16_384)
+    for name, busy in (("longspan", 20.0), ("flex", 30.0)):
+        results.add(Point(case, name, "forward", ms=16.0, mib=1.0, busy_ms=busy))
+    (table,) = (table for table in tables(results) if "rests" in str(table.title))
+    shown = StringIO()
+    Console(width=120, file=shown).print(table)
+    assert "1.50x" in shown.getvalue()
+    assert table.row_count == 2
 
 
 def test_worst_of_a_sweep_counts() -> None:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from longspan.bench.attention.cases import AttentionCase
 from longspan.bench.attention.contenders import CONTENDERS
-from longspan.bench.benchmark import PASSES, Pass
+from longspan.bench.benchmark import PASSES, Pass, ratio
 from longspan.bench.report import make_table, refusal
 from longspan.bench.store import Results
 
@@ -28,6 +28,32 @@ def tables(results: Results) -> Iterator[Table]:
         )
         if cases:
             yield _table(f"{_TITLES[level]}, {dtype}", cases, results)
+            if any(results.value(case, _OURS[level], "forward", "busy_ms") for case in cases):
+                yield _busy_table(f"{_TITLES[level].split(',')[0]}, without rests", cases, results)
+
+
+def _busy_table(title: str, cases: list[AttentionCase], results: Results) -> Table:
+    """Milliseconds at the clock that a chip keeps under this load alone."""
+    table = make_table(title)
+    table.add_column("case")
+    table.add_column("contender")
+    for kind, unit in product(("fwd", "fwd+bwd"), ("ms", "over ours")):
+        table.add_column(f"{kind}\n{unit}", justify="right")
+    for case in cases:
+        label = str(case)
+        for name in CONTENDERS:
+            times = [results.value(case, name, kind, "busy_ms") for kind in PASSES]
+            ours = [results.value(case, _OURS[case.level], kind, "busy_ms") for kind in PASSES]
+            if not any(times):
+                continue
+            cells = [label, CONTENDERS[name].label]
+            for mine, time in zip(ours, times, strict=True):
+                over = ratio(time, mine) if name != _OURS[case.level] else None
+                cells += ["" if time is None else _three_digits(time)]
+                cells += ["" if over is None else f"{over:.2f}x"]
+            table.add_row(*cells, style="bold" if name == _OURS[case.level] else None)
+            label = ""
+    return table
 
 
 def _table(title: str, cases: list[AttentionCase], results: Results) -> Table:
