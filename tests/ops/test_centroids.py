@@ -133,6 +133,18 @@ def test_kmeans_does_without_points_for_every_cluster():
     assert spherical_kmeans(points[:2], 4).shape == (2, 4, 3)
 
 
+def test_kmeans_goes_on_from_a_start():
+    """Each direction stays with its points; one that is nearest to none is drawn anew."""
+    torch.manual_seed(0)
+    ways = torch.eye(4)
+    points = (ways[:3].repeat(50, 1) + 0.05 * torch.randn(150, 4))[:, None]
+    start = ways[[2, 0, 3, 1]] + 0.1
+    start[2] = -1.0
+    found = spherical_kmeans(points, 4, start[None])[0]
+    assert float((ways[[2, 0, 1]] * found[[0, 1, 3]]).sum(-1).min()) > 0.9
+    assert float((ways[:3] @ found[2]).max()) > 0.9
+
+
 def test_kmeans_follows_the_generator():
     torch.manual_seed(0)
     points = torch.randn(40, 2, 3)

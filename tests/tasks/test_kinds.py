@@ -11,6 +11,7 @@ from tasks.finetuned import QUIET, labelled, recipe
 import longspan
 from longspan.analyze.arena import describe, draw, margin, markdown, rows, table
 from longspan.bench.family.figure import COLOURS
+from longspan.data import listops
 from longspan.recipes import FINETUNING
 from longspan.recipes.shrink import shrink_finetuning
 from longspan.tasks import kinds
@@ -141,6 +142,17 @@ def test_runs_that_shared_a_device_tell_no_times(tmp_path):
     # What the runs themselves say, not what puts them together.
     assert found["made"] == [result.arms[0].made]
     assert found["machine"] == result.arms[0].made["machine"]
+
+
+def test_lists_are_compared_with_what_needs_no_attention(tmp_path):
+    result = study(toy(tmp_path), tmp_path / "out", ["window"], QUIET)
+    assert "first operator" not in markdown(describe(result))
+    found = describe(replace(result, recipe="lra-listops"))
+    made = listops.examples("test", result.examples)
+    assert found["by_operator"] == listops.by_operator(made)
+    assert f"first operator alone is right for {100 * found['by_operator']:.2f}%" in markdown(found)
+    draw(found, tmp_path / "lists")
+    assert "first operator" in (tmp_path / "lists.svg").read_text()
 
 
 def test_what_cannot_be_chosen_is_named(tmp_path):

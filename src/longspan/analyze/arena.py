@@ -16,6 +16,7 @@ from longspan.bench.family.contenders import MECHANISMS
 from longspan.bench.family.figure import COLOURS
 from longspan.bench.labels import End, label_column
 from longspan.bench.report import make_table, parameter_count
+from longspan.data import listops
 from longspan.tasks.kinds import Study
 
 CITED = "Tay et al., Long Range Arena, ICLR 2021, Table 1"
@@ -47,6 +48,8 @@ def describe(result: Study, shared: bool = False) -> dict[str, Any]:
         for arm in found["arms"]:
             del arm["seconds"], arm["tokens_per_second"]
             arm["curve"] = [(updates, None, value) for updates, _, value in arm["curve"]]
+    if result.recipe == "lra-listops":
+        found["by_operator"] = listops.by_operator(listops.examples("test", result.examples))
     return {
         **found,
         "shared": shared,
@@ -90,7 +93,7 @@ def margin(share: float, examples: int) -> float:
 
 
 def table(found: dict[str, Any]) -> Table:
-    made = make_table(f"{found['recipe']}: {found['measure']}, %")
+    made = make_table(f"{found['recipe']}: {found['measure']}, %.{_floor(found)}")
     for place, name in enumerate(_columns(found)):
         made.add_column(name, justify="right" if place else "left")
     for row in rows(found):
@@ -106,8 +109,15 @@ def markdown(found: dict[str, Any]) -> str:
     return (
         f"{found['recipe']}, {found['measure']} in per cent on {found['examples']:,} test "
         f"examples, ± 95% of them alone; one seed. Published: {found['cited']}. On "
-        f"{found['machine']}.\n\n{made}" + (f"\n{failed}" if failed else "")
+        f"{found['machine']}.{_floor(found)}\n\n{made}" + (f"\n{failed}" if failed else "")
     )
+
+
+def _floor(found: dict[str, Any]) -> str:
+    """A sentence about what needs no attention at all, where that is known."""
+    if (share := found.get("by_operator")) is None:
+        return ""
+    return f" Answering by the first operator alone is right for {100 * share:.2f}%."
 
 
 def draw(found: dict[str, Any], stem: Path) -> list[Path]:
@@ -137,6 +147,9 @@ def _draw_bars(axes: Axes, found: dict[str, Any]) -> None:
         if published is not None:
             axes.plot([published], [place], **_DIAMOND)
     axes.plot([], [], linestyle="", label="published", **_DIAMOND)
+    if (share := found.get("by_operator")) is not None:
+        label = "answering by the first operator alone"
+        axes.axvline(100 * share, color="#222222", linestyle=":", linewidth=1, label=label)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.1), borderpad=0)
     axes.set_yticks(range(len(arms)), [arm["kind"] for arm in arms])
     axes.set_title(f"{found['recipe']}: test {found['measure']}, %, with 95% intervals")

@@ -31,6 +31,8 @@ OPERATORS = {
     "[MED": lambda values: int(statistics.median(values)),  # a half is left out
     "[SM": lambda values: sum(values) % 10,
 }
+# Of the training lists that begin with it. Modular sums are all alike.
+_MOST_OFTEN = {"[MIN": 0, "[MAX": 9, "[MED": 4, "[SM": 0}
 END = "]"
 SYMBOLS = (*OPERATORS, END, *map(str, range(10)))
 
@@ -67,6 +69,13 @@ def evaluate(text: str) -> int:
     if len(open_lists) > 1 or len(open_lists[0][1]) != 1:
         raise ValueError(f"expected one whole list or digit, got {text!r:.60}")
     return open_lists[0][1][0]
+
+
+def by_operator(made: Iterable[Example]) -> float:
+    """The share of lists that come to what their outermost operator comes to most often: what a
+    model reaches that reads the first symbol and nothing else."""
+    hits = [_MOST_OFTEN[text.split(maxsplit=1)[0]] == value for text, value in made]
+    return sum(hits) / len(hits)
 
 
 def _shape(random: np.random.Generator) -> list[np.ndarray] | None:

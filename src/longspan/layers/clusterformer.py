@@ -16,7 +16,7 @@ class ClusterformerAttention(ObservingDocument):
     Args:
         clusters: the paper has 64, 256 or 512.
         chunk: tokens that see each other; the length of the paper's windows.
-        bank, every: hidden states that are clustered, and after how many steps of training. The
+        bank, every: hidden states that are clustered, and how many steps of training apart. The
             paper does it every epoch or few, and leaves the numbers open.
     """
 
@@ -28,7 +28,7 @@ class ClusterformerAttention(ObservingDocument):
         clusters: int = 64,
         chunk: int = 256,
         bank: int = 4096,
-        every: int = 1000,
+        every: int = 200,
         dropout: float = 0.0,
         rotary: float | None = None,
         bias: bool = True,

@@ -152,12 +152,13 @@ class OnlineCentroids(Centroids):
 
 
 class BankCentroids(Centroids):
-    """Found anew every so many steps, by k-means over a bank of tokens seen since. Until there are
-    any, all tokens belong to the first.
+    """Found every so many steps, by k-means over a bank of the last tokens, from where they were.
+    Until there are any, all tokens belong to the first.
 
     Args:
-        bank: how many tokens, as many of each step.
-        every: steps.
+        bank: how many tokens, as many of each of the `every` / 2 steps before.
+        every: steps. K-means come in the middle between them: where training ends or is evaluated,
+            which is mostly at round numbers, a model shall know its centroids already.
     """
 
     bank: Tensor
@@ -170,19 +171,22 @@ class BankCentroids(Centroids):
                 "at least 1"
             )
         self.every = every
+        self.first = (every + 1) // 2
         self.register_buffer("bank", torch.zeros(bank, dim))
 
     def forward(self, points: Tensor) -> Tensor:
-        return torch.where(self.steps >= self.every, super().forward(points), 0)
+        return torch.where(self.steps >= self.first, super().forward(points), 0)
 
     def take_in(self, points: Tensor) -> None:
         """[points, dim], of which some are drawn by torch's generator."""
         room, device = self.bank.shape[0], points.device
-        share = -(-room // self.every)
+        share = -(-room // self.first)
         drawn = torch.randint(points.shape[0], (share,), device=device)
         at = (self.steps * share + torch.arange(share, device=device)) % room
         self.bank[at] = points[drawn].to(self.bank.dtype)
         self.steps += 1
-        if int(self.steps) % self.every == 0:
+        since = int(self.steps) - self.first
+        if since % self.every == 0:
             clusters = self.directions.shape[1]
-            self.directions.copy_(spherical_kmeans(self.bank[:, None], clusters))
+            start = self.directions if since > 0 else None
+            self.directions.copy_(spherical_kmeans(self.bank[:, None], clusters, start))

@@ -75,14 +75,21 @@ def strongest(points: Tensor, directions: Tensor, size: int, valid: Tensor | Non
 
 
 @torch.no_grad()
-def spherical_kmeans(points: Tensor, clusters: int, rounds: int = 10) -> Tensor:
+def spherical_kmeans(
+    points: Tensor, clusters: int, start: Tensor | None = None, rounds: int = 10
+) -> Tensor:
     """[points, heads, dim] -> [heads, clusters, dim] of length 1: directions that the points are
-    near to, found from `clusters` of them drawn by torch's generator. A direction that is nearest
-    to none stays as it is; with fewer points than clusters some begin as the same."""
+    near to, found from `clusters` of them drawn by torch's generator, or from `start`, of which
+    only those are drawn that are nearest to no point. A direction that comes to be nearest to none
+    stays as it is; with fewer points than clusters some begin as the same."""
     points = normalize(points.to(torch.promote_types(points.dtype, torch.float32)), dim=-1)
     count = points.shape[0]
     drawn = torch.randperm(count, device=points.device)
     directions = points[drawn[torch.arange(clusters, device=drawn.device) % count]].transpose(0, 1)
+    if start is not None:
+        start = start.to(directions.dtype)
+        _, counts = sums_of(points, nearest(points[None], start)[0], clusters)
+        directions = torch.where(counts[..., None] > 0, start, directions)
     for _ in range(rounds):
         sums, counts = sums_of(points, nearest(points[None], directions)[0], clusters)
         directions = torch.where(counts[..., None] > 0, normalize(sums, dim=-1), directions)
