@@ -179,6 +179,15 @@ def test_positions_keep_order_and_capacity():
         global_positions(mask, 2)
 
 
+def test_too_many_global_tokens_are_an_error_in_a_graph_too():
+    """Where the count cannot be looked at, their rows would be lost without a word."""
+    compiled = torch.compile(lambda mask: global_positions(mask, 2), fullgraph=True)
+    mask = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0]])
+    assert compiled(mask).tolist() == [[1, 3], [0, -1]]
+    with pytest.raises(RuntimeError, match="more global tokens in one row than there is room for"):
+        compiled(mask | 1)
+
+
 def test_wrong_shapes_are_named():
     given_ = build(1, 10, 2, 4, 12, 0.5, 0)
     query = torch.randn(1, given_["positions"].shape[1], 2, 4, dtype=torch.float64)

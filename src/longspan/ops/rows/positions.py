@@ -8,18 +8,23 @@ def global_positions(global_mask: Tensor, most: int | None = None) -> Tensor:
     """Positions [batch, most] of the nonzero entries of a mask [batch, tokens], then -1.
 
     `most` is the capacity; None reads the largest count back from the device. A row with more
-    global tokens than that is an error where the count can be seen without stalling a device.
+    global tokens than that is an error: at once where the count can be seen without stalling a
+    device, else from the device itself, when it gets there.
     """
     chosen = global_mask != 0
+    batch, tokens = chosen.shape
+    number = chosen.cumsum(dim=1)
     if not chosen.is_cuda and not torch.compiler.is_compiling():
-        needed = int(chosen.sum(dim=1).max()) if chosen.numel() else 0
+        needed = int(number[:, -1:].max()) if chosen.numel() else 0
         if most is not None and needed > most:
             raise ValueError(f"{needed} global tokens in one row, but room for only {most}")
         most = needed if most is None else most
     elif most is None:
-        most = int(chosen.sum(dim=1).max())
-    batch, tokens = chosen.shape
-    slot = torch.where(chosen, chosen.cumsum(dim=1) - 1, most).clamp(max=most)
+        most = int(number[:, -1:].max())
+    else:
+        few = f"more global tokens in one row than there is room for: {most}"
+        torch._assert_async((number[:, -1:] <= most).all(), few)
+    slot = torch.where(chosen, number - 1, most).clamp(max=most)
     position = torch.arange(tokens, device=chosen.device).expand(batch, tokens)
     empty = torch.full((batch, most + 1), -1, device=chosen.device)
     return empty.scatter(1, slot, position)[:, :most]
