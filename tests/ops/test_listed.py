@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers.family import compiles_anywhere
 
 from longspan.ops import listed as module
 from longspan.ops.listed import listed_attention, near_blocks, random_blocks, tokens_of
@@ -125,6 +126,18 @@ def test_what_was_dropped_is_dropped_again(monkeypatch):
     again = listed_attention(*tensors, listed, size=4, dropout_p=0.5)
     assert torch.equal(again, out)
     assert torch.equal(torch.rand(3), after)
+
+
+@compiles_anywhere
+def test_one_graph_serves_texts_that_fill_their_blocks_and_others():
+    run = torch.compile(listed_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (7, 8):
+        query, key, value = torch.randn(3, 2, tokens, 3, 8)
+        listed = torch.arange(-(-tokens // 4))[None, None, :, None]
+        found = run(query, key, value, listed, size=4, width=4)
+        torch.testing.assert_close(
+            found, listed_attention(query, key, value, listed, size=4, width=4)
+        )
 
 
 def test_lists_must_fit():
