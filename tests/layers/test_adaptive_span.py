@@ -5,6 +5,7 @@ import torch
 from layers.family import DIM, HEADS, causal_layer, joined, states
 
 import longspan
+from longspan.layers.observing import refresh
 from longspan.layers.position import rotate
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -58,6 +59,18 @@ def test_spans_pay_in_training_alone():
     assert loss.item() == pytest.approx(4e-3 * 0.5)
     loss.backward()
     assert bool((made.share.grad > 0).all())
+
+
+def test_a_span_that_only_cost_grows_again_at_once():
+    """Steps take it no further than to the ends of its range."""
+    made = layer([0.1, 0.5, 0.9]).train()
+    optimizer = torch.optim.SGD([made.share], lr=1.0)
+    for slope in (1.0, 1.0, 1.0, -0.2):
+        optimizer.zero_grad()
+        (slope * made.spans().sum() / made.longest).backward()
+        optimizer.step()
+        refresh(made)
+    torch.testing.assert_close(made.share.detach(), torch.full((HEADS,), 0.2).to(made.share))
 
 
 def test_a_model_pays_for_its_spans():

@@ -9,7 +9,7 @@ import torch
 from longspan.layers.causal import CausalFull, CausalWindow
 from longspan.layers.compressive import COMPRESSIONS, CompressiveAttention, Compressor
 from longspan.layers.position import rotate
-from longspan.layers.registry import build_causal_attention
+from longspan.layers.registry import CAUSAL_ATTENTION, build_causal_attention
 from longspan.layers.xl import XLAttention
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -347,6 +347,12 @@ def test_kinds_are_what_they_say():
     for name, cls in kinds.items():
         assert type(layer(SETTINGS[name])) is cls
     assert type(layer(SETTINGS["compressive"])) is CompressiveAttention
+
+
+def test_who_learns_from_what_segments_left_says_so():
+    """Then a task reads a text as a stream; other kinds are given segments in any order."""
+    recurrent = {kind for kind, layer in CAUSAL_ATTENTION.items() if layer.recurrent}
+    assert recurrent == {"xl", "compressive", "shortformer"}
 
 
 @pytest.mark.parametrize(

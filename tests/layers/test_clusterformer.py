@@ -62,6 +62,21 @@ def test_tokens_are_sorted_by_their_nearest_centroid():
     torch.testing.assert_close(made(hidden), chunked(made, hidden, order))
 
 
+def test_clusters_that_nobody_is_in_change_nothing():
+    """Centroids that are nearest to none: before, between and behind those of others."""
+    made, hidden = encoder_layer({**SETTING, "clusters": 7, "bank": 32}), states(1, 20)
+    side = torch.nn.functional.normalize(states(1, 1)[0, 0], dim=-1)
+    nobody = -hidden[0].sum(0) - 100.0 * side  # all are on the other side
+    hidden = hidden + 100.0 * side
+    with torch.no_grad():
+        made.centroids.directions[0, [0, 3, 6]] = torch.nn.functional.normalize(nobody, dim=-1)
+        made.centroids.directions[0, [1, 2, 4, 5]] += side
+    own = (hidden[0] @ made.centroids.directions[0].mT).argmax(-1).tolist()
+    assert set(own) <= {1, 2, 4, 5}
+    order = sorted(range(20), key=lambda i: (own[i], i))
+    torch.testing.assert_close(made(hidden), chunked(made, hidden, order))
+
+
 @torch.no_grad()
 def test_tokens_of_other_chunks_do_not_matter():
     made, hidden = encoder_layer(SETTING), states(1, 20)

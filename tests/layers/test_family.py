@@ -227,6 +227,13 @@ def test_every_kind_has_a_small_setting():
     assert {one["kind"] for one in DECODERS.values()} == set(CAUSAL_ATTENTION) - others
 
 
+@pytest.mark.parametrize("kind", sorted(set(DECODERS) - {"shortformer", "performer-relu"}))
+@pytest.mark.parametrize("base", [0.0, -2.0, float("nan")])
+def test_a_base_that_turns_nothing_is_named(kind, base):
+    with pytest.raises(ValueError, match=f"base={base} of the rotary angles must be above 0"):
+        causal_layer({**DECODERS[kind], "base": base})
+
+
 @pytest.mark.parametrize("kind", sorted(set(ATTENTION) - set(CAUSAL_ATTENTION)))
 def test_a_decoder_says_why_it_cannot(kind):
     with pytest.raises(ValueError, match=f"{kind!r} is for encoders alone: .+; choose from"):

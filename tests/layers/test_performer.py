@@ -68,6 +68,12 @@ def test_a_wrong_setting_is_named(change, message):
             build({**SETTING, **change})
 
 
+@pytest.mark.parametrize("eps", [-1.0, float("nan")])
+def test_what_is_added_to_features_is_not_negative(eps):
+    with pytest.raises(ValueError, match=f"eps={eps} must not be negative"):
+        encoder_layer({**SETTING, "eps": eps})
+
+
 def test_positions_are_rotary_or_none():
     with pytest.raises(ValueError, match="position='relative': choose from rotary, none"):
         causal_layer({**SETTING, "position": "relative"})

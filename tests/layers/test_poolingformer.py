@@ -122,6 +122,7 @@ def test_global_tokens_are_global_in_the_first_level():
         ({"stride": 6}, "stride=6 must be from 1 to kernel=5"),
         ({"pool": "sum"}, "pool='sum' is unknown; choose from mean, max, convolution"),
         ({"pooled_window": 7}, "window=7 must be even"),
+        ({"pooled_window": 2}, "pooled_window=2 holds no pool of kernel=5"),
     ],
 )
 def test_a_wrong_setting_is_named(change, message):

@@ -8,6 +8,7 @@ from layers.family import DIM, HEADS, states
 
 import longspan
 from longspan.layers.block import Block
+from longspan.layers.observing import auxiliary_loss
 from longspan.layers.registry import build_attention
 from longspan.layers.reversible import run_reversible
 from longspan.ops import visibility
@@ -90,6 +91,27 @@ def test_weights_that_layers_share_learn_from_all_of_them():
     for run in (plain, run_reversible):
         run([*stack], hidden, visibility(hidden)).sum().backward()
         found.append({name: p.grad.clone() for name, p in stack.named_parameters()})
+        stack.zero_grad()
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_layers_cost_teaches_the_layers_below(normed):
+    """As in the plain stack, also where a layer is given the states themselves, without a norm."""
+    routing = {"kind": "routing", "clusters": 4, "size": 5, "commitment": 10.0}
+    window = {"window": 6, "separate_global": False}
+    stack, hidden = blocks([routing, window, routing]), states(2, 20)
+    if normed:
+        stack[0].attention_norm = torch.nn.Identity()
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 13:] = 0
+    seen, found = visibility(hidden, attention_mask=mask), []
+    for run in (plain, run_reversible):
+        given = hidden.clone().requires_grad_()
+        out = run([*stack], given, seen)
+        (out.sum() + auxiliary_loss(stack)).backward()
+        learned = {name: p.grad.clone() for name, p in stack.named_parameters()}
+        found.append((out, given.grad, learned))
         stack.zero_grad()
     torch.testing.assert_close(*found)
 

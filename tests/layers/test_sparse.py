@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layers.family import HEADS, causal_layer, joined, states
+from layers.family import DIM, HEADS, causal_layer, compiles_anywhere, joined, states
 
 from longspan.layers.position import rotate
 
@@ -37,6 +37,17 @@ def test_the_pattern_written_out(setting, sees, tokens):
                 mask[head, i, j] = sees(head, i, j)
     scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
     torch.testing.assert_close(made(hidden).out, joined(scores.softmax(-1) @ value))
+
+
+@compiles_anywhere
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", ["strided", "fixed"])
+def test_it_compiles_whole_for_several_lengths(pattern):
+    made = causal_layer({"kind": "sparse", "stride": 5, "pattern": pattern, "summary": 2})
+    run = torch.compile(lambda hidden: made(hidden).out, fullgraph=True, backend="eager")
+    for tokens in (11, 17):
+        hidden = torch.randn(1, tokens, DIM).double()
+        torch.testing.assert_close(run(hidden), made(hidden).out)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,22 @@ def test_weights_sum_to_one(causal):
     torch.testing.assert_close(out, ones)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_are_positive(causal, kernel):
+    """Of every key that is seen, however unlike the query: that is what the features are for."""
+    (query, key, _), projection = tensors(8)
+    one_hot = torch.eye(8, dtype=query.dtype)[None, :, None].expand_as(query)
+    given = 3.0 * query, 3.0 * key, one_hot, projection
+    attend = causal_linear_attention if causal else linear_attention
+    weights: Any = attend(*given, kernel=kernel)
+    weights = (weights[0] if causal else weights).transpose(1, 2)  # [..., query, key]
+    seen = torch.ones(8, 8, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    assert bool((weights[..., seen] > 0).all())
+    assert not weights[..., ~seen].any()
+
+
 def test_later_keys_do_not_wipe_out_the_first():
     """Exponents of long keys are far below those of short ones: in float32 nothing would be left
     of the first 256 beside the others."""

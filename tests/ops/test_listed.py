@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers.family import compiles_anywhere
 
 from longspan.ops import listed as module
 from longspan.ops.listed import listed_attention, near_blocks, random_blocks, tokens_of
@@ -125,6 +126,19 @@ def test_what_was_dropped_is_dropped_again(monkeypatch):
     again = listed_attention(*tensors, listed, size=4, dropout_p=0.5)
     assert torch.equal(again, out)
     assert torch.equal(torch.rand(3), after)
+
+
+@compiles_anywhere
+def test_one_graph_serves_texts_that_fill_their_blocks_and_others():
+    def attend(query):
+        listed = torch.arange(-(-query.shape[1] // 4))[None, None, :, None]
+        return listed_attention(query, query, query, listed, size=4, width=4)
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for tokens in (7, 8):
+        query = torch.randn(2, tokens, 3, 8)
+        torch._dynamo.mark_dynamic(query, 1)
+        torch.testing.assert_close(run(query), attend(query))
 
 
 def test_lists_must_fit():

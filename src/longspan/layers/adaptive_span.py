@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from longspan.layers.causal import Attended, Cache, CausalAttention
+from longspan.layers.observing import Refreshed
 from longspan.ops.listed import listed_attention
 from longspan.ops.once import made_once
 
 
-class AdaptiveSpanAttention(CausalAttention):
+class AdaptiveSpanAttention(Refreshed, CausalAttention):
     """Weights beyond a head's span fade out over `ramp` tokens to nothing:
 
         m(x) = clamp((ramp + z - x) / ramp, 0, 1),   x: tokens back,   z: the head's span
@@ -54,6 +55,12 @@ class AdaptiveSpanAttention(CausalAttention):
         """[heads]: z, in tokens. What is learned may leave its range; a gradient leads it back."""
         share = self.share
         return (share + (share.clamp(0.0, 1.0) - share).detach()) * self.longest
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Put spans that a step took out of their range back to its end. What they cost goes on
+        pushing the shortest, which would else have a long way back by the time they are needed."""
+        self.share.clamp_(0.0, 1.0)
 
     @property
     def reach(self) -> int:

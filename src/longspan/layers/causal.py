@@ -111,6 +111,9 @@ class CausalAttention(nn.Module):
         norm_keys: scale queries and keys to one length before they meet.
     """
 
+    # It learns from what earlier segments of a text left it, so these have to follow one another.
+    recurrent = False
+
     def __init__(
         self,
         dim: int,
@@ -127,6 +130,8 @@ class CausalAttention(nn.Module):
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
         if base is not None and (dim // heads) % 2:
             raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
+        if base is not None and not base > 0:
+            raise ValueError(f"base={base} of the rotary angles must be above 0")
         self.dim, self.heads, self.dropout, self.base = dim, heads, dropout, base
         self.norm_keys = norm_keys
         self.qkv = nn.Linear(dim, (2 if shared else 3) * dim, bias=bias)

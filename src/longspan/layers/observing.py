@@ -36,11 +36,18 @@ def end_part(model: nn.Module) -> None:
 def refresh(model: nn.Module) -> None:
     """Let the layers of a model take in what they saw; to be called after each optimiser step."""
     for module in model.modules():
-        if isinstance(module, Observing):
+        if isinstance(module, Refreshed):
             module.refresh()
 
 
-class Observing(nn.Module):
+class Refreshed(nn.Module):
+    """Mixed into a layer that has something to do after each step of the optimiser."""
+
+    def refresh(self) -> None:
+        raise NotImplementedError
+
+
+class Observing(Refreshed):
     """Mixed into a layer: it calls `note` with what it is given, and has `take_in`."""
 
     _noted: tuple[Tensor, Tensor | None] | None = None
@@ -50,6 +57,15 @@ class Observing(nn.Module):
         """[batch, tokens, dim] and which of these are no padding; nothing outside training."""
         if self.training:
             self._noted = hidden, valid
+
+    def noted(self) -> tuple[Tensor, ...]:
+        """The hidden states of the last call, none outside training."""
+        return () if self._noted is None or not self.training else self._noted[:1]
+
+    def note_again(self, hidden: Tensor) -> None:
+        """The same numbers, through which gradients take another way."""
+        assert self._noted is not None
+        self._noted = hidden, self._noted[1]
 
     def cost(self) -> Tensor | float:
         """What is to be added to the loss of the call that was noted."""

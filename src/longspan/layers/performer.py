@@ -87,6 +87,8 @@ class PerformerAttention(DocumentAttention):
         bias: bool = True,
     ) -> None:
         super().__init__(dim, heads, dropout=dropout, rotary=rotary, bias=bias)
+        if not eps >= 0:
+            raise ValueError(f"eps={eps} must not be negative: features are positive")
         self.kernel, self.eps = kernel, eps
         self.features = RandomFeatures(
             features, self.head_dim, kernel=kernel, orthogonal=orthogonal, fresh=fresh

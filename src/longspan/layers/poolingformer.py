@@ -50,6 +50,11 @@ class PoolingformerAttention(DocumentAttention):
         if pool not in POOLS:
             raise ValueError(f"pool={pool!r} is unknown; choose from {', '.join(POOLS)}")
         self.window, self.pooled_window = check_window(window), check_window(pooled_window)
+        if kernel > sum(self.pooled_window) + 1:
+            raise ValueError(
+                f"pooled_window={pooled_window} holds no pool of kernel={kernel} tokens: the "
+                "second level would see nothing"
+            )
         self.kernel, self.stride, self.pool, self.mix = kernel, stride, pool, mix
         self.backend = backend
         self.qkv_pooled = None if share_weights else nn.Linear(dim, 3 * dim, bias=bias)

@@ -8,17 +8,21 @@ so x2 = y2 - feed-forward(y1) and x1 = y1 - attention(x2). The backward pass wal
 last block to the first, computing each once more, with the random numbers it had, and its
 gradients. Memory does not grow with the number of blocks, and time is that of gradient
 checkpointing. What comes back is what was there, up to rounding.
+
+What a layer notes of its input leaves the stack, too: it has a cost of its own (`auxiliary_loss`),
+whose gradient goes back through the layers below.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from longspan.layers.block import Block
+from longspan.layers.observing import Observing
 
 
 def run_reversible(blocks: Sequence[Block], hidden: Tensor, *about: Any) -> Tensor:
@@ -27,8 +31,16 @@ def run_reversible(blocks: Sequence[Block], hidden: Tensor, *about: Any) -> Tens
     own = {id(weight): weight for block in blocks for weight in block.parameters()}
     weights = [weight for weight in own.values() if weight.requires_grad]
     made: Any = _Stack.apply(blocks, about, hidden, hidden, *weights)
-    first, second = made
+    first, second, *noted = made
+    observing = [block.attention for block in blocks if _noted(block)]
+    for layer, states in zip(observing, noted, strict=True):
+        cast(Observing, layer).note_again(states)
     return (first + second) / 2
+
+
+def _noted(block: Block) -> tuple[Tensor, ...]:
+    """What its attention noted of its input in the last call, if it does that."""
+    return block.attention.noted() if isinstance(block.attention, Observing) else ()
 
 
 class _Stack(torch.autograd.Function):
@@ -40,29 +52,34 @@ class _Stack(torch.autograd.Function):
         first: Tensor,
         second: Tensor,
         *weights: nn.Parameter,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.blocks, ctx.about, ctx.weights, ctx.again = blocks, about, weights, []
+        noted: list[Tensor] = []
         for block in blocks:
             mixing = _Again(first)
             first = first + block.mix(second, *about)
+            noted += _noted(block)
             feeding = _Again(first)
             second = second + block.feed(first)
             ctx.again.append((mixing, feeding))
         ctx.save_for_backward(first, second)
-        return first, second
+        return first, second, *noted
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first, second = ctx.saved_tensors
-        to_first, to_second = gradients
+        to_first, to_second, *to_noted = gradients
         learned: list[Tensor | None] = [None] * len(ctx.weights)
 
-        def back(half: Callable[..., Tensor], given: Tensor, gradient: Tensor, *about: Any) -> Any:
+        def back(block: Block, mixes: bool, given: Tensor, gradient: Tensor) -> Any:
             """What a half makes of what it is given, and its gradient for that."""
             with torch.enable_grad():
                 given = given.detach().requires_grad_()
-                out = half(given, *about)
-                found = torch.autograd.grad(out, [given, *ctx.weights], gradient, allow_unused=True)
+                out = block.mix(given, *ctx.about) if mixes else block.feed(given)
+                noted = _noted(block) if mixes else ()
+                wanted = [gradient, *(to_noted.pop() for _ in noted)]
+                inputs = [given, *ctx.weights]
+                found = torch.autograd.grad((out, *noted), inputs, wanted, allow_unused=True)
             for place, more in enumerate(found[1:]):
                 known = learned[place]
                 learned[place] = known if more is None else more if known is None else known + more
@@ -70,10 +87,10 @@ class _Stack(torch.autograd.Function):
 
         for block, (mixing, feeding) in zip(ctx.blocks[::-1], ctx.again[::-1], strict=True):
             with feeding():
-                fed, more = back(block.feed, first, to_second)
+                fed, more = back(block, False, first, to_second)
             second, to_first = second - fed, to_first + more
             with mixing():
-                mixed, more = back(block.mix, second, to_first, *ctx.about)
+                mixed, more = back(block, True, second, to_first)
             first, to_second = first - mixed, to_second + more
         return None, None, to_first, to_second, *learned
 

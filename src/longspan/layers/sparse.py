@@ -1,5 +1,7 @@
 """The Sparse Transformer's two patterns: what is near, and a sample of all that is further back."""
 
+import operator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -69,7 +71,8 @@ class SparseAttention(CausalAttention):
 
     def _strided(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         near = self.heads - self.heads // 2
-        back = -(-key.shape[1] // self.stride)
+        # A plain number, for which a compiled layer is compiled: windows take no other.
+        back = -(-operator.index(key.shape[1]) // self.stride)
         parts = []
         for heads, left, step in (
             (slice(0, near), self.stride - 1, 1),

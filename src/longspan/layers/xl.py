@@ -18,6 +18,8 @@ class MemoryAttention(CausalAttention):
     between segments, so that memories are projected anew. No gradient flows into it.
     """
 
+    recurrent = True
+
     def key_value(self, memory: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, tokens, heads, head_dim] of a memory: it asks no questions."""
         memory = memory.to(dtype)

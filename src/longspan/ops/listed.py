@@ -80,7 +80,9 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if asked.listed.shape[0] > 1 or asked.listed.shape[1] > 1:
         k, v = k.contiguous(), v.contiguous()  # once, not for every piece
-    q = pad(q, (0, 0, 0, -queries % size)).unflatten(2, (-1, size))
+    if queries % size:
+        q = pad(q, (0, 0, 0, -queries % size))
+    q = q.unflatten(2, (-1, size))
     each = max(1, batch * heads * size * count)
     if query.device.type == "cpu":
         together = max(1, _CPU_SCORES // each)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from longspan.data.segments import Shuffled, Streams
 from longspan.data.text import Bytes, Corpus, read, split_documents
+from longspan.layers.registry import CAUSAL_ATTENTION
 from longspan.models.decoder import DecoderState, LongspanForCausalLM
 from longspan.models.decoder_config import LongspanDecoderConfig
 from longspan.models.sampling import Sampler
@@ -24,9 +25,6 @@ from longspan.tasks.bits import bits, sliding_nats, streamed_nats
 from longspan.train.optim import build_optimizers
 from longspan.train.recipe import Evaluation, Phase, Recipe, fit, unknown
 from longspan.train.task import BITS, Loss
-
-# Layers that learn from what earlier segments left them: segments then follow one another.
-_RECURRENT = ("xl", "compressive", "shortformer")
 
 
 class CharLM:
@@ -44,7 +42,9 @@ class CharLM:
         self.config = _config(recipe.model)
         self._try_out()
         self.corpus = read(recipe.data) if corpus is None else corpus
-        self.recurrent = any(s["kind"] in _RECURRENT for s in self.config.attention)
+        self.recurrent = any(
+            CAUSAL_ATTENTION[setting["kind"]].recurrent for setting in self.config.attention
+        )
         self._segments = [self._cut(phase) for phase in recipe.phases]
 
     def _try_out(self) -> None:
