@@ -11,6 +11,7 @@ from longspan.data.tables import read_rows
 
 ROWS = [{"text": 'He said "no",\nand left.', "label": "a"}, {"text": "Zürich", "label": "b"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+GZIPPED = gzip.compress(LINES.encode(), mtime=0)
 CSV = 'text,label\n"He said ""no"",\nand left.",a\nZürich,b\n'
 
 
@@ -123,6 +124,9 @@ def test_squad(tmp_path):
         ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
         ("a.jsonl.xz", lzma.compress(LINES.encode())[:-20], "damaged or cut off"),
         ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "damaged or cut off"),
+        ("a.jsonl.gz", GZIPPED[:10] + b"\xff" * 20, "damaged or cut off"),
+        ("a.jsonl", b'{"a": "ok"}\n{"a": ["\\ud83d"]}\n', r"line 2: '.ud83d' is half of a char"),
+        ("a.json", b'[{"a": "\\ud83d\\ude00"}, {"\\ud83d": 1}]', "object 2: '.ud83d' is half"),
         ("a.xlsx", b"", "is none of .csv"),
     ],
 )
@@ -139,9 +143,10 @@ def test_missing_things_are_named(tmp_path):
     with pytest.raises(ValueError, match="is a folder"):
         values(tmp_path)
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": 5}\n')
+    path.write_text('{"text": 5, "question": null}\n')
     row = next(read_rows(path))
-    with pytest.raises(ValueError, match="line 1: there is no column 'label'; there are 'text'"):
+    assert row.text("question") == ""
+    with pytest.raises(ValueError, match="line 1: there is no column 'label'; there are 'text', "):
         row.get("label")
     with pytest.raises(ValueError, match="line 1, column 'text': expected text, found 5"):
         row.text("text")
