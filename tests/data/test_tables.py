@@ -3,6 +3,9 @@
 import gzip
 import json
 import lzma
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -120,6 +123,7 @@ def test_squad(tmp_path):
         ("a.csv", b"a,b\n1,2\n1,2,3\n", "line 3: 3 cells for 2 columns"),
         ("a.csv", b'a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
         ("a.csv", b"a,b\n1,2\nZ\xfcrich,2\n", "line 3: not UTF-8 .byte 2 is 0xfc"),
+        ("a.csv", "a,b\n1,2\n".encode("utf16"), "line 1: not UTF-8 .* iconv -f utf16 -t utf8"),
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
         ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
         ("a.jsonl.xz", lzma.compress(LINES.encode())[:-20], "damaged or cut off"),
@@ -161,6 +165,30 @@ def test_optional_packages_are_asked_for(module, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"pip install {module}"):
         list(read_rows(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("hub:imdb", ("imdb", None, "train")),
+        ("hub:org/race:high#test", ("org/race", "high", "test")),
+    ],
+)
+def test_the_hub_is_asked_for_a_configuration(source, asked, monkeypatch):
+    """Many data sets have several, and none that is meant unless it is named."""
+    given = []
+
+    class Table(list):
+        features: ClassVar = {"label": SimpleNamespace(int2str=["no", "yes"].__getitem__)}
+
+    def load(name, config, split, streaming):
+        given.append((name, config, split))
+        return Table([{"text": "a", "label": 1}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    row = next(read_rows(source))
+    assert given == [asked]
+    assert (row.where, row.values) == (f"{source}, row 1", {"text": "a", "label": "yes"})
 
 
 def test_a_text_file_is_one_document(tmp_path):

@@ -79,8 +79,8 @@ def test_what_is_not_read_at_once_is_counted(name, tmp_path):
     long = "the cat is in the house . " * 20 + ("[MASK]" if name == "mlm" else "")
     text = [("the cat", [long]), ("a dog", [long])] if name == "multihop" else long
     given = {"choice": ["when?", ["cat", "dog"]], "spans": ["when?"], "multihop": ["when?"]}
-    row = dict(zip(("question", "choices"), given.get(name, []), strict=False))
-    row[made.data.columns.get("text", "text")] = text
+    row = {made.data.columns.get("text", "text"): text}
+    row |= zip(("question", "choices"), given.get(name, []), strict=False)
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps(row) + "\n")
     predict_file(Pipeline(tmp_path / "run"), source, output)

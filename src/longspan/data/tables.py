@@ -56,8 +56,9 @@ class Row:
 
 
 def read_rows(source: str | Path) -> Iterator[Row]:
-    """The rows of a file, or of `hub:NAME`, `hub:NAME#SPLIT` where `datasets` is installed, or of
-    `listops:SPLIT`; `listops:SPLIT#COUNT` makes the first of them and writes no file."""
+    """The rows of a file, or of `hub:NAME`, `hub:NAME#SPLIT`, `hub:NAME:CONFIG#SPLIT` where
+    `datasets` is installed, or of `listops:SPLIT`; `listops:SPLIT#COUNT` makes the first of them
+    and writes no file."""
     if str(source).startswith(HUB):
         yield from _hub(str(source).removeprefix(HUB))
         return
@@ -94,10 +95,11 @@ def _lines(path: Path) -> Iterator[str]:
                 try:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
+                    is_wide = number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff")
                     raise ValueError(
                         f"{path}, line {number}: not UTF-8 (byte {error.start + 1} is "
                         f"0x{line[error.start]:02x}); save the file as UTF-8, e.g. with "
-                        "iconv -f latin1 -t utf8"
+                        f"iconv -f {'utf16' if is_wide else 'latin1'} -t utf8"
                     ) from None
         except _DAMAGED as error:
             raise ValueError(f"{path} is damaged or cut off: {error}") from None
@@ -270,8 +272,9 @@ def _hub(name: str) -> Iterator[Row]:
             f"{HUB}{name}: data sets on the hub are read by datasets, which is not installed: "
             "pip install datasets, or give a file"
         ) from None
-    name, _, split = name.partition("#")
-    table = load_dataset(name, split=split or "train", streaming=True)
+    found, _, split = name.partition("#")
+    found, _, config = found.partition(":")
+    table = load_dataset(found, config or None, split=split or "train", streaming=True)
     # Classes come as numbers; their names say more.
     named = {
         column: feature.int2str
