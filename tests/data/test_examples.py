@@ -43,6 +43,15 @@ def test_files_of_their_own_are_taken_whole(tmp_path):
     assert [len(split) for split in splits] == [7, 7, 6]
 
 
+def test_a_few_are_not_the_first_ones(tmp_path):
+    source = Examples(train=table(tmp_path / "a.csv", 100), limit=7)
+    few = read_examples(source, understand).train
+    assert len(few) == 7
+    assert [abs(one) for one in few] == sorted(abs(one) for one in few)
+    assert few[-1] > 20
+    assert read_examples(source, understand).train == few
+
+
 def test_too_little_is_said(tmp_path):
     with pytest.raises(ValueError, match="give --data"):
         read_examples(Examples(), understand)

@@ -3,6 +3,9 @@
 import gzip
 import json
 import lzma
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -11,6 +14,7 @@ from longspan.data.tables import read_rows
 
 ROWS = [{"text": 'He said "no",\nand left.', "label": "a"}, {"text": "Zürich", "label": "b"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+GZIPPED = gzip.compress(LINES.encode(), mtime=0)
 CSV = 'text,label\n"He said ""no"",\nand left.",a\nZürich,b\n'
 
 
@@ -119,10 +123,14 @@ def test_squad(tmp_path):
         ("a.csv", b"a,b\n1,2\n1,2,3\n", "line 3: 3 cells for 2 columns"),
         ("a.csv", b'a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
         ("a.csv", b"a,b\n1,2\nZ\xfcrich,2\n", "line 3: not UTF-8 .byte 2 is 0xfc"),
+        ("a.csv", "a,b\n1,2\n".encode("utf16"), "line 1: not UTF-8 .* iconv -f utf16 -t utf8"),
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
         ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
         ("a.jsonl.xz", lzma.compress(LINES.encode())[:-20], "damaged or cut off"),
         ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "damaged or cut off"),
+        ("a.jsonl.gz", GZIPPED[:10] + b"\xff" * 20, "damaged or cut off"),
+        ("a.jsonl", b'{"a": "ok"}\n{"a": ["\\ud83d"]}\n', r"line 2: '.ud83d' is half of a char"),
+        ("a.json", b'[{"a": "\\ud83d\\ude00"}, {"\\ud83d": 1}]', "object 2: '.ud83d' is half"),
         ("a.xlsx", b"", "is none of .csv"),
     ],
 )
@@ -139,9 +147,10 @@ def test_missing_things_are_named(tmp_path):
     with pytest.raises(ValueError, match="is a folder"):
         values(tmp_path)
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": 5}\n')
+    path.write_text('{"text": 5, "question": null}\n')
     row = next(read_rows(path))
-    with pytest.raises(ValueError, match="line 1: there is no column 'label'; there are 'text'"):
+    assert row.text("question") == ""
+    with pytest.raises(ValueError, match="line 1: there is no column 'label'; there are 'text', "):
         row.get("label")
     with pytest.raises(ValueError, match="line 1, column 'text': expected text, found 5"):
         row.text("text")
@@ -156,6 +165,30 @@ def test_optional_packages_are_asked_for(module, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"pip install {module}"):
         list(read_rows(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("hub:imdb", ("imdb", None, "train")),
+        ("hub:org/race:high#test", ("org/race", "high", "test")),
+    ],
+)
+def test_the_hub_is_asked_for_a_configuration(source, asked, monkeypatch):
+    """Many data sets have several, and none that is meant unless it is named."""
+    given = []
+
+    class Table(list):
+        features: ClassVar = {"label": SimpleNamespace(int2str=["no", "yes"].__getitem__)}
+
+    def load(name, config, split, streaming):
+        given.append((name, config, split))
+        return Table([{"text": "a", "label": 1}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    row = next(read_rows(source))
+    assert given == [asked]
+    assert (row.where, row.values) == (f"{source}, row 1", {"text": "a", "label": "yes"})
 
 
 def test_a_text_file_is_one_document(tmp_path):

@@ -201,6 +201,9 @@ def test_seeds_are_summed_up_and_resume(tmp_path):
     assert (
         finetune_seeds(make_task(made), tmp_path / "runs", 2, resume=True, console=QUIET) == summary
     )
+    other = make_task(change(made, {"learning_rate": 1e-4}))
+    with pytest.raises(ValueError, match=r"was done with other settings \(learning_rate, phases"):
+        finetune_seeds(other, tmp_path / "runs", 2, resume=True, console=QUIET)
 
 
 def test_too_long_is_refused_or_reported(tmp_path):
@@ -241,6 +244,20 @@ def test_what_cannot_be_learned_is_said(tmp_path):
         f"skipped 2, the text is empty: {other}, line 42; {other}, line 43",
         f"skipped 1, there is no label: {other}, line 44",
     ]
+
+
+def test_a_label_that_is_rare_or_none(tmp_path):
+    """Neither stops training: a rare one may be drawn for a test, and a table's gap is no label."""
+    rare, path = [f"rare{index}" for index in range(20)], tmp_path / "rare.jsonl"
+    labels = [*["cat", "dog"] * 40, *rare, float("nan")]
+    path.write_text("".join(json.dumps({"body": "a cat", "animal": own}) + "\n" for own in labels))
+    task = Classify(recipe("classify", tmp_path, data__train=str(path)))
+    assert "nan" not in task.labels
+    lost = len({*rare, "cat", "dog"} - set(task.labels))
+    gap, unknown = task.skips.lines()
+    assert gap == f"skipped 1, there is no label: {path}, line 101"
+    assert unknown.startswith(f"skipped {lost}, no training example has the label: 'rare")
+    assert sum(len(split) for split in task.documents) == 100 - lost
 
 
 def test_a_longspan_checkpoint_is_a_start_too(tmp_path):

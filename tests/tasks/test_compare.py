@@ -70,6 +70,9 @@ def test_what_stands_at_the_end_needs_long_context(tmp_path, monkeypatch):
 
     monkeypatch.setattr(comparing, "finetune", never)
     assert compare(made, tmp_path / "out", short=16, console=QUIET) == result
+    other = replace(made, data=replace(made.data, train=animals(tmp_path / "u.csv", 0, 10)))
+    with pytest.raises(ValueError, match=r"was done with other settings \(data"):
+        compare(other, tmp_path / "out", short=16, console=QUIET)
 
 
 def test_contenders_differ_in_reading_alone(tmp_path):

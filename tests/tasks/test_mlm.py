@@ -298,6 +298,10 @@ def test_what_is_cut_and_skipped_is_said(tmp_path):
     assert notes[2].startswith(f"skipped 3, the text is empty: {path}, line 2")
     with pytest.raises(ValueError, match=r"3 of 33 documents .* have more than 30 tokens"):
         MaskedLM(change(made, {"too_long": "refuse"}))
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('{"text": " "}\n' * 2)
+    with pytest.raises(ValueError, match=r"no example for train.*; skipped 5, the text is empty"):
+        MaskedLM(change(made, {"data.train": str(blank), "data.valid": str(blank)}))
     task = MaskedLM(change(made, {"too_long": "head"}))
     assert "are read in part only" in task.notes()[-1]
     assert int(task._rows["train"].ordinary.sum()) == 30 + 20

@@ -350,6 +350,11 @@ def test_missing_evidence_is_counted_and_measured(tmp_path):
     task = Multihop(toy(tmp_path, data__train=str(path)))
     assert any(note.startswith("4 of 12 questions (33.3%) lack a para") for note in task.notes())
     assert f"skipped 1, there is no paragraph with text: {path}, line 13" in task.notes()
+    told = [{"text": [["garden", ["a cat ."]]], "question": "why?", "evidence": [["garden", 0]]}]
+    rows = [one | {"answer": answer} for one in told * 4 for answer in ("cat", "yes", "dog")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    note = "4 of 12 questions (33.3%) have an answer that is in no paragraph it follows from"
+    assert note in Multihop(change(task.recipe, {"data.train": str(path)})).notes()
     lost = [one for one in task.asked.train if sum(part.relevant for part in one.parts) == 1]
     assert lost
     # No right place for the answer: that part of the loss is 0.

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import longspan
 from longspan.data.examples import Skips
 from longspan.data.tables import Row
-from longspan.tasks.answers import Answer, best_answers, best_threshold, measure
+from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure
 from longspan.tasks.finetune import finetune, make_task
 from longspan.tasks.questions import Question, read_questions
 from longspan.tasks.spans import Spans, or_loss
@@ -163,6 +163,7 @@ def test_the_forms_of_answers():
         ({"text": ["cat", "Cat"], "answer_start": [4, 16]}, both),
         ({"text": [], "answer_start": []}, ()),
         ('[{"text": "cat", "start": 4}]', both[:1]),
+        ([{"text": "cat", "start": 4.0}], both[:1]),
         ("cat", both),
         (["CAT"], both),
         (None, ()),
@@ -180,6 +181,9 @@ def test_answers_that_are_not_there():
     found, skipped = read({**flat, "answers": [{"text": "dog", "start": 4}]})
     assert found == []
     assert skipped == ["skipped 1, an answer does not stand where it says: here"]
+    for start in (-4, 99):  # -4 is where "cat." begins, counted from the end
+        found, skipped = read({**flat, "answers": [{"text": "cat", "start": start}]})
+        assert (found, len(skipped)) == ([], 1)
     found, _ = read({**flat, "answers": "dog"})
     assert (found[0].spans, found[0].right) == ((), ("dog",))
     assert read({**flat, "text": "", "answers": []})[1] == ["skipped 1, the text is empty: here"]
@@ -187,6 +191,40 @@ def test_answers_that_are_not_there():
         read(flat)
     with pytest.raises(ValueError, match="an answer is text, or text and start, not 5"):
         read({**flat, "answers": [5]})
+    with pytest.raises(ValueError, match="here: an answer starts at a whole number, not '4'"):
+        read({**flat, "answers": [{"text": "cat", "start": "4"}]})
+    with pytest.raises(ValueError, match="here: 2 answers, but 1 starts"):
+        read({**flat, "answers": {"text": ["cat", "The"], "answer_start": [4]}})
+    with pytest.raises(ValueError, match="here: an answer is text, or text and start, not"):
+        read({**flat, "answers": {"text": [None], "answer_start": [4]}})
+
+
+def test_a_question_beyond_the_model_is_found_before_training(tmp_path):
+    path, long = tmp_path / "long.jsonl", "when " * 20
+    rows = [{"text": "the cat", "question": q, "answers": "cat"} for q in ["why?"] * 19 + [long]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"'when .*: a question of 20 tokens leaves room for 1 of"):
+        Spans(recipe("spans", tmp_path, data__train=str(path), overlap=2))
+
+
+def test_a_document_has_room_beside_its_own_question(tmp_path):
+    """A long question about another document does not count against it."""
+    path = tmp_path / "two.jsonl"
+    made = [{"text": "the " * 18 + "cat", "question": "why?", "answers": "cat"}] * 10
+    made += [{"text": "the cat", "question": "when " * 10, "answers": "cat"}] * 10
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    task = Spans(recipe("spans", tmp_path, data__train=str(path), too_long="refuse"))
+    assert (task.reach.documents, task.reach.too_long) == (2, 0)
+
+
+def test_white_space_is_no_answer():
+    text = "a\n\n b"
+    offsets = np.array([[0, 1], [1, 3], [3, 5]])
+    found = Found([(1, 1, 9.0), (1, 2, 8.0), (2, 2, 7.0)], 0.0, 10.0)
+    assert [(one.text, one.start) for one in found.answers(text, offsets)] == [("b", 4)]
+    blank = Found([(1, 1, 9.0)], 0.0, 10.0)
+    assert blank.describe(text, offsets, -1e9) == {"answer": "", "candidates": []}
+    assert blank.best(text, offsets).text == ""
 
 
 def question(right, id="q"):

@@ -24,7 +24,7 @@ class Examples:
         positive: of two labels, the one whose F1 is measured.
         valid_share, test_share: of the training examples, for splits without a file.
         split_seed: of that choice; it stays when the seed of a run changes.
-        limit: examples to keep of each split; 0 = all.
+        limit: examples to keep of each split, of rows drawn at random; 0 = all.
     """
 
     train: str | None = None
@@ -98,10 +98,7 @@ def read_examples(
         taken, order = order[:count], order[count:]
         parts[name] = [rows[place] for place in sorted(taken)]
     kept = {"train": [rows[place] for place in sorted(order)], **parts}
-    limit = source.limit or None
-    splits = Splits(
-        *([one for row in kept[name] for one in row][:limit] for name in Splits._fields)
-    )
+    splits = Splits(*(_few(kept[name], source) for name in Splits._fields))
     for name, found in splits._asdict().items():
         if not found:
             own = None if name == "train" else getattr(source, name)
@@ -116,6 +113,16 @@ def read_examples(
 def _read(path: str, understand: Callable[[Row], Iterator[Example]]) -> list[list[Example]]:
     """The examples of each row that has any."""
     return [found for row in read_rows(path) if (found := list(understand(row)))]
+
+
+def _few(rows: list[list[Example]], source: Examples) -> list[Example]:
+    """The examples that are kept, in the order of the file. Not its first ones: files are often
+    sorted by label."""
+    if source.limit:
+        order = np.random.default_rng(source.split_seed).permutation(len(rows))
+        enough = int(np.searchsorted(np.cumsum([len(rows[one]) for one in order]), source.limit))
+        rows = [rows[one] for one in sorted(order[: enough + 1])]
+    return [one for row in rows for one in row][: source.limit or None]
 
 
 class Order:

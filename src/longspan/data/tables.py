@@ -10,6 +10,7 @@ import gzip
 import json
 import lzma
 import textwrap
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
 _ENDINGS = (
     ".csv, .tsv, .jsonl, .txt, .conll, .json (an array, or SQuAD's; each also .xz or .gz), .parquet"
 )
+_DAMAGED = lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError
 _AT_ONCE = 2**20  # characters of a JSON array
 
 
@@ -43,7 +45,10 @@ class Row:
         return self.values[column]
 
     def text(self, column: str) -> str:
+        """The text in a column; none at all is an empty one."""
         value = self.get(column)
+        if value is None:
+            return ""
         if not isinstance(value, str):
             shown = textwrap.shorten(repr(value), 60, placeholder=" ...")
             raise ValueError(f"{self.where}, column {column!r}: expected text, found {shown}")
@@ -51,8 +56,9 @@ class Row:
 
 
 def read_rows(source: str | Path) -> Iterator[Row]:
-    """The rows of a file, or of `hub:NAME`, `hub:NAME#SPLIT` where `datasets` is installed, or of
-    `listops:SPLIT`; `listops:SPLIT#COUNT` makes the first of them and writes no file."""
+    """The rows of a file, or of `hub:NAME`, `hub:NAME#SPLIT`, `hub:NAME:CONFIG#SPLIT` where
+    `datasets` is installed, or of `listops:SPLIT`; `listops:SPLIT#COUNT` makes the first of them
+    and writes no file."""
     if str(source).startswith(HUB):
         yield from _hub(str(source).removeprefix(HUB))
         return
@@ -89,12 +95,13 @@ def _lines(path: Path) -> Iterator[str]:
                 try:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
+                    is_wide = number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff")
                     raise ValueError(
                         f"{path}, line {number}: not UTF-8 (byte {error.start + 1} is "
                         f"0x{line[error.start]:02x}); save the file as UTF-8, e.g. with "
-                        "iconv -f latin1 -t utf8"
+                        f"iconv -f {'utf16' if is_wide else 'latin1'} -t utf8"
                     ) from None
-        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        except _DAMAGED as error:
             raise ValueError(f"{path} is damaged or cut off: {error}") from None
 
 
@@ -133,7 +140,20 @@ def _json_lines(path: Path) -> Iterator[Row]:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path}, line {number}: not a JSON object but {values!r:.60}")
+        _check_characters(line, values, f"{path}, line {number}")
         yield Row(f"{path}, line {number}", values)
+
+
+def _check_characters(source: str, values: Any, where: str) -> None:
+    """JSON can name half a character, "\\ud83d", which no tokenizer and no file takes."""
+    if "\\u" in source:
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: {error.object[error.start]!r} is half of a character, whose other half "
+                "is missing: take it out, or write it whole"
+            ) from None
 
 
 def _conll(path: Path) -> Iterator[Row]:
@@ -179,34 +199,42 @@ def _json(path: Path) -> Iterator[Row]:
             yield from (_array if begin.startswith("[") else _squad)(path, begin, file)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from None
-        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        except _DAMAGED as error:
             raise ValueError(f"{path} is damaged or cut off: {error}") from None
 
 
 def _array(path: Path, text: str, file: TextIO) -> Iterator[Row]:
     """The objects of an array, each read when it is asked for."""
-    decoder, number, text = json.JSONDecoder(), 0, text[1:]
+    decoder, number, place = json.JSONDecoder(), 0, 1
     while True:
-        text = text.lstrip()
-        if text[:1] == "]":
+        begin = place = _behind_space(text, place)
+        if text[place : place + 1] == "]":
             return
         try:
-            if number and text[:1] not in ("", ","):
-                raise json.JSONDecodeError("expected a comma", text, 0)
-            following = text[1:].lstrip() if number else text
-            values, stop = decoder.raw_decode(following)
+            if number:
+                if text[place : place + 1] not in ("", ","):
+                    raise json.JSONDecodeError("expected a comma", text, place)
+                begin = _behind_space(text, place + 1)
+            values, stop = decoder.raw_decode(text, begin)
         except json.JSONDecodeError as error:
             # As much again as there is: a long object is not tried too often.
-            more = file.read(max(_AT_ONCE, len(text)))
+            more = file.read(max(_AT_ONCE, len(text) - place))
             if not more:
                 raise ValueError(f"{path}, object {number + 1}: not JSON: {error.msg}") from None
-            text += more
+            text, place = text[place:] + more, 0
             continue
         number += 1
         if not isinstance(values, dict):
             raise ValueError(f"{path}, object {number}: not a JSON object but {values!r:.60}")
+        _check_characters(text[begin:stop], values, f"{path}, object {number}")
         yield Row(f"{path}, object {number}", values)
-        text = following[stop:]
+        place = stop
+
+
+def _behind_space(text: str, place: int) -> int:
+    while text[place : place + 1].isspace():
+        place += 1
+    return place
 
 
 def _squad(path: Path, text: str, file: TextIO) -> Iterator[Row]:
@@ -244,8 +272,9 @@ def _hub(name: str) -> Iterator[Row]:
             f"{HUB}{name}: data sets on the hub are read by datasets, which is not installed: "
             "pip install datasets, or give a file"
         ) from None
-    name, _, split = name.partition("#")
-    table = load_dataset(name, split=split or "train", streaming=True)
+    found, _, split = name.partition("#")
+    found, _, config = found.partition(":")
+    table = load_dataset(found, config or None, split=split or "train", streaming=True)
     # Classes come as numbers; their names say more.
     named = {
         column: feature.int2str

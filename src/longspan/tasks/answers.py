@@ -29,10 +29,11 @@ class Found(NamedTuple):
     total: float  # of everything there is, to make probabilities of scores
 
     def best(self, text: str, offsets: np.ndarray) -> Answer:
-        return self.answers(text, offsets)[0]
+        """The first of them; an empty one, which nothing is worse than, if there are none."""
+        return next(iter(self.answers(text, offsets)), Answer("", 0, 0, -np.inf, 0.0))
 
     def answers(self, text: str, offsets: np.ndarray) -> list[Answer]:
-        """As characters, without white space around them; each once."""
+        """As characters, without white space around them; each once, and none of that alone."""
         made: dict[tuple[int, int], Answer] = {}
         for first, last, score in self.candidates:
             start, stop = int(offsets[first, 0]), int(offsets[last, 1])
@@ -41,7 +42,8 @@ class Found(NamedTuple):
             stop = start + len(words.strip())
             probability = float(np.exp(min(0.0, score - self.total)))
             answer = Answer(text[start:stop], start, stop, score - self.nothing, probability)
-            made.setdefault((start, stop), answer)
+            if start < stop:
+                made.setdefault((start, stop), answer)
         return list(made.values())
 
     def describe(self, text: str, offsets: np.ndarray, threshold: float) -> dict[str, Any]:
@@ -55,10 +57,11 @@ class Found(NamedTuple):
             }
             for one in self.answers(text, offsets)
         ]
+        if not found or found[0]["margin"] <= threshold:
+            return {"answer": "", "candidates": found}
         best = found[0]
-        answered = best["margin"] > threshold
-        span = {"start": best["start"], "end": best["end"]} if answered else {}
-        return {"answer": best["text"] if answered else "", **span, "candidates": found}
+        span = {"start": best["start"], "end": best["end"]}
+        return {"answer": best["text"], **span, "candidates": found}
 
 
 def best_answers(

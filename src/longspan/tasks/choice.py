@@ -20,7 +20,15 @@ from longspan.data.tables import Row
 from longspan.models import LongspanForTokenClassification
 from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.choices import Offer, read_offer, unfold_offers
-from longspan.tasks.documents import Reach, Template, make_template, reach, read_whole
+from longspan.tasks.documents import (
+    Reach,
+    Template,
+    beyond,
+    make_template,
+    pieces,
+    reach,
+    read_whole,
+)
 from longspan.tasks.documents import tokenize as tokenize_texts
 from longspan.tasks.spans import or_loss
 from longspan.tasks.start import add_tokens, build_model, load_tokenizer
@@ -171,8 +179,14 @@ class Chooser:
                 {"text": text, "probability": chance}
                 for text, chance in zip(offer.choices, chances.tolist(), strict=True)
             ]
-            made.append({"answer": offer.choices[best], "choice": best, "candidates": candidates})
+            chosen = {"answer": offer.choices[best], "choice": best, "candidates": candidates}
+            made.append({**chosen, **self._beyond(asked[0])})
         return made
+
+    def _beyond(self, asked: Asked) -> dict[str, int]:
+        settings = self.recipe.model.length, self.template, self.recipe.too_long
+        cuts = pieces(asked.document, *settings, self.recipe.overlap, asked.front)
+        return beyond(len(asked.document), cuts)
 
 
 class Choice(Chooser, QuestionTask):

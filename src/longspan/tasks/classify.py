@@ -18,7 +18,7 @@ from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
 from longspan.tasks.base import DocumentReader, ExampleTask, check_measure, check_recipe
-from longspan.tasks.documents import reach, read_whole, token_ids
+from longspan.tasks.documents import beyond, pieces, reach, read_whole, token_ids
 from longspan.tasks.measures import label_measures
 from longspan.tasks.start import build_model, build_new, configure_new, load_tokenizer
 from longspan.tasks.vocabulary import make_tokenizer
@@ -63,7 +63,7 @@ class Classifier(DocumentReader):
         """For each row its label, or labels, and the probability of every label."""
         column = self.recipe.data.columns.get("text", "text")
         texts = [row.text(column) for row in rows]
-        tokens = token_ids(self.tokenizer, texts)
+        tokens = token_ids(self.tokenizer, [text if text.strip() else "" for text in texts])
         for row, own in zip(rows, tokens, strict=True):
             if len(own) > self.room and self.recipe.too_long == "refuse":
                 raise ValueError(
@@ -76,9 +76,17 @@ class Classifier(DocumentReader):
             batch = {k: v.to(model.device) for k, v in self.collate(wanted).items()}
             found = iter(self.probabilities(self.logits(model, batch, len(wanted))).tolist())
         return [
-            self._describe(model, next(found)) if len(own) else {"skipped": _EMPTY}
+            {**self._describe(model, next(found)), **self._beyond(own)}
+            if len(own)
+            else {"skipped": _EMPTY}
             for own in tokens
         ]
+
+    def _beyond(self, ids: np.ndarray) -> dict[str, int]:
+        if len(ids) <= self.room:
+            return {}
+        settings = self.recipe.model.length, self.template, self.recipe.too_long
+        return beyond(len(ids), pieces(ids, *settings, self.recipe.overlap))
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return logits.sigmoid() if self.recipe.data.several else logits.softmax(dim=-1)
@@ -106,7 +114,7 @@ class Classify(Classifier, ExampleTask):
             configure_new(recipe.model, recipe.attention, tokenizer)  # reading examples takes long
         super().__init__(recipe, tokenizer)
         self.skips = Skips()
-        examples = read_examples(recipe.data, self._understand, self.skips)
+        examples = self._learnable(read_examples(recipe.data, self._understand, self.skips))
         self.labels = _labels(examples, recipe)
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
         self.documents = Splits(*(self._encode(split) for split in examples))
@@ -141,6 +149,24 @@ class Classify(Classifier, ExampleTask):
         else:
             yield Labelled(text, labels)
 
+    def _learnable(self, examples: Splits[Labelled]) -> Splits[Labelled]:
+        """Without examples whose label no training example is left with, where that is by chance:
+        rare ones end up in splits that are drawn. A file of its own is taken at its word."""
+        known = {label for one in examples.train for label in one.labels}
+        for name in ("valid", "test"):
+            if getattr(self.recipe.data, name) is not None:
+                continue
+            kept = []
+            for one in getattr(examples, name):
+                new = sorted(set(one.labels) - known)
+                if new:
+                    self.skips.add("no training example has the label", f"{new[0]!r} in {name}")
+                else:
+                    kept.append(one)
+            if kept:
+                examples = examples._replace(**{name: kept})
+        return examples
+
     def _labels_of(self, row: Row, column: str) -> tuple[str, ...]:
         value = row.get(column)
         if self.recipe.data.several and isinstance(value, str):
@@ -159,7 +185,8 @@ class Classify(Classifier, ExampleTask):
                 )
             names = [str(one).strip() for one in value]
         else:
-            names = [] if value is None else [_name(value)]
+            nothing = value is None or value != value  # not a number: how tables say none
+            names = [] if nothing else [_name(value)]
         return tuple(dict.fromkeys(name for name in names if name))
 
     def _encode(self, examples: list[Labelled]) -> list[Document]:

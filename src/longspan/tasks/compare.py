@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from longspan.tasks.finetune import finetune, half, load_model, make_task
+from longspan.tasks.finetune import done_before, finetune, half, load_model, make_task
 from longspan.train import checkpoint
 from longspan.train.finetuning import Finetuning
 
@@ -188,7 +188,7 @@ def advise(
 def _carry_out(task: Any, run: Path, console: Console) -> tuple[np.ndarray, dict[str, Any]]:
     """The test sheet of a contender's run, and what it cost; read back if it is there already."""
     kept, costs = run / "sheet.safetensors", run / "costs.json"
-    if costs.exists():
+    if done_before(task.recipe, run) is not None and costs.exists():
         return checkpoint.load_tensors(kept)["sheet"].numpy(), checkpoint.read_json(costs)
     gpu = torch.cuda.is_available()
     if gpu:

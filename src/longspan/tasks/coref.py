@@ -18,7 +18,7 @@ from longspan.data.tables import Row
 from longspan.models.coreference import Links, LongspanForCoreference
 from longspan.tasks.base import DocumentReader, ExampleTask, check_recipe
 from longspan.tasks.coref_measures import NAMES, coref_counts, coref_measures
-from longspan.tasks.documents import Piece, collate, reach, tokenize
+from longspan.tasks.documents import Piece, beyond, collate, reach, tokenize
 from longspan.tasks.embed import Span
 from longspan.tasks.mentions import EMPTY, Clusters, Words, cuts, read_words
 from longspan.tasks.start import build_model, load_tokenizer
@@ -146,9 +146,9 @@ class Resolver(DocumentReader):
                 self.check_length(documents)
             except ValueError as error:
                 raise ValueError(f"{row.where}: {error}") from None
-            made.append(
-                {"clusters": describe(documents[0].words, self.resolve(model, documents[0]))}
-            )
+            found = describe(documents[0].words, self.resolve(model, documents[0]))
+            cut_off = beyond(len(documents[0].ids), self.pieces(documents[0]))
+            made.append({"clusters": found, **cut_off})
         return made
 
     def check_length(self, documents: Sequence[Document]) -> Any:
@@ -168,7 +168,7 @@ class Coref(Resolver, ExampleTask):
         self.goal = Goal(
             recipe.measure, "CoNLL F1" if recipe.measure == "conll" else recipe.measure
         )
-        examples = read_examples(recipe.data, self._understand)
+        examples = read_examples(recipe.data, self._understand, self.skips)
         self.documents = Splits(*(self._encode(split) for split in examples))
         self.genres = sorted({one.words.genre for one in self.documents.train} - {""})
         alone = any(len(c) == 1 for one in self.documents.train for c in one.words.clusters)

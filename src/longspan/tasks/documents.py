@@ -155,6 +155,15 @@ def pieces(
     return made
 
 
+def beyond(tokens: int, found: Sequence[Piece]) -> dict[str, int]:
+    """What a prediction says of a document that was not read at once: of how many tokens nothing
+    was read, or in how many pieces it was."""
+    unread = tokens - found[-1].span[1]
+    if unread > 0:
+        return {"unread": unread}
+    return {"pieces": len(found)} if len(found) > 1 else {}
+
+
 def _cut_at(breaks: Sequence[int], tokens: int, room: int, overlap: int) -> list[Span]:
     """As few pieces as hold the parts between breaks whole; a part beyond the room is cut."""
     found: list[Span] = []

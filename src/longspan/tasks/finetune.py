@@ -127,12 +127,13 @@ def finetune_seeds(
     found, recipe = {}, task.recipe
     for seed in range(recipe.seed, recipe.seed + seeds):
         folder = run / f"seed-{seed}"
-        if resume and (folder / "results.json").exists():
-            found[seed] = checkpoint.read_json(folder / "results.json")
+        own = task.again(replace(recipe, seed=seed))
+        known = done_before(own.recipe, folder) if resume else None
+        if known is not None:
+            found[seed] = known
             continue
         console.print(f"seed {seed}, into {folder}", highlight=False, soft_wrap=True)
         again = resume and any(folder.rglob("recipe.json"))  # of either stage
-        own = task.again(replace(recipe, seed=seed))
         found[seed] = finetune(own, folder, resume=again, console=console)
     summary = {"seeds": sorted(found)} | {
         split: spread([one[split] for one in found.values()]) for split in ("valid", "test")

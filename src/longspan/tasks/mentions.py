@@ -132,7 +132,10 @@ def _clusters(row: Row, column: str, words: int, skips: Skips | None) -> Cluster
         own = sorted(set(cluster) - seen)
         for mention in sorted(set(cluster) & seen):
             if skips is not None:
-                skips.add("a mention is in two clusters, and stays in the first", str(mention))
+                skips.add(
+                    "a mention is in two clusters, and stays in the first",
+                    f"{row.where}, {mention}",
+                )
         seen |= set(own)
         made += [own] if own else []
     return made

@@ -90,7 +90,9 @@ class Filler(DocumentReader):
             likely = [{"word": w, "score": v} for w, v in zip(named, values, strict=True)]
             found.append({"start": start, "end": end, "words": likely})
         unread = len(masks) - len(kept)  # if only the beginning is read
-        return {"masks": found} | ({"unread": unread} if unread else {})
+        if unread:
+            return {"masks": found, "unread": unread}
+        return {"masks": found} | ({"pieces": len(cuts)} if len(cuts) > 1 else {})
 
 
 class MaskedLM(Filler, ExampleTask):
@@ -114,7 +116,7 @@ class MaskedLM(Filler, ExampleTask):
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "), lower_is_better=True)
         self.skips = Skips()
         if documents is None:
-            texts = read_examples(recipe.data, self._understand)
+            texts = read_examples(recipe.data, self._understand, self.skips)
             documents = Splits(*(self._encode(own) for own in texts))
         self.documents = documents
         self._settle(recipe)

@@ -22,7 +22,7 @@ from longspan.data.tables import Row
 from longspan.models import LongspanForMultihop
 from longspan.tasks.answers import best_answers
 from longspan.tasks.base import QuestionTask, check_recipe
-from longspan.tasks.documents import Reach, collate, reach
+from longspan.tasks.documents import Reach, beyond, collate, reach
 from longspan.tasks.evidence import Found, choose_evidence, describe, facts
 from longspan.tasks.hops import KINDS, Hop, read_hop
 from longspan.tasks.measures import joint_scores
@@ -209,15 +209,23 @@ class Reasoner:
                 made.append({"skipped": flaw})
                 continue
             asked = encode(self.tokenizer, [hop])
+            cut_off: dict[str, int] = {}
             try:
                 if self.first is not None:
                     self.first[0].check_length(asked)
+                    cut_off |= self.first[0].beyond(asked[0])
                     asked = [asked[0].choose(self.first[0].choose(self.first[1], asked)[0])]
                 self.check_length(asked)
             except ValueError as error:
                 raise ValueError(f"{row.where}: {error}") from None
-            made.append(describe(hop, asked[0], self.find(model, asked)[0]))
+            cut_off |= self.beyond(asked[0])
+            made.append({**describe(hop, asked[0], self.find(model, asked)[0]), **cut_off})
         return made
+
+    def beyond(self, asked: Asked) -> dict[str, int]:
+        """What a prediction says of paragraphs that were not read at once."""
+        size = sum(len(part.ids) for part in asked.read)
+        return beyond(size, cut(asked, self.recipe, self.template))
 
 
 class Multihop(Reasoner, QuestionTask):
@@ -272,6 +280,10 @@ class Multihop(Reasoner, QuestionTask):
         if lost:
             share = f"{lost:,} of {len(hops):,} questions ({lost / len(hops):.1%})"
             found.append(f"{share} lack a paragraph that their answer follows from; they count")
+        nowhere = sum(hop.kind == KINDS[0] and not hop.places() for hop in hops)
+        if nowhere:
+            share = f"{nowhere:,} of {len(hops):,} questions ({nowhere / len(hops):.1%})"
+            found.append(f"{share} have an answer that is in no paragraph it follows from")
         read = sum(len(one.chosen) for one in asked)
         if read < sum(len(one.parts) for one in asked):
             found.append(f"the first stage chose {read / len(asked):.1f} paragraphs a question")

@@ -119,21 +119,27 @@ def predict_file(
     read as they are needed. A file that a kill cut short is gone on with by `resume`. `say` is
     given the texts that are written, word by word.
     """
-    done = _done(output, resume)
+    done, last = _done(output, resume)
     rows = (one for row in read_rows(source) for one in use.task.unfold(row))
     name = use.recipe.data.columns.get("id", "id")
-    passed = sum(1 for _ in islice(rows, done))
+    passed, known = 0, None
+    for row in islice(rows, done):
+        passed, known = passed + 1, _identity(row, name)
     if passed < done:
         raise ValueError(
             f"{output} has {done} lines, {source} only {passed} rows: is it another's?"
+        )
+    if known is not None and not _is_of(known, last):
+        raise ValueError(
+            f"line {done} of {output} is not of row {done - 1} of {source}, whose id is "
+            f"{known.get('id')!r}: is it another's?"
         )
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf8") as file:
         while group := list(islice(rows, batch)):
             for row, found in zip(group, use.rows(group, say), strict=True):
-                known = {"id": row.values[name]} if row.values.get(name) is not None else {}
-                line = {"row": done, **known, **found}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                line = {"row": done, **_identity(row, name), **found}
+                file.write(_json(line) + "\n")
                 done += 1
             file.flush()
             if progress is not None:
@@ -143,7 +149,7 @@ def predict_file(
 
 def remarks(predictions: Path) -> list[str]:
     """How many rows of a file of predictions were not read, or not to their end."""
-    known = {"skipped": "skipped", "unread": "read in part only"}
+    known = {"skipped": "skipped", "unread": "read in part only", "pieces": "read in pieces"}
     counts = dict.fromkeys(known, 0)
     with predictions.open(encoding="utf8") as lines:
         for line in lines:
@@ -179,22 +185,41 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
     os.replace(unfinished, output)
 
 
-def _done(output: Path, resume: bool) -> int:
-    """How many whole lines there are already; half a line is taken away."""
+def _identity(row: Row, name: str) -> dict[str, Any]:
+    return {"id": row.values[name]} if row.values.get(name) is not None else {}
+
+
+def _json(line: dict[str, Any]) -> str:
+    """An id may be of a kind that JSON lacks, a date for example."""
+    return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _is_of(known: dict[str, Any], line: bytes) -> bool:
+    """Whether a line was predicted of a row that is known by this."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    own = {"id": found["id"]} if isinstance(found, dict) and "id" in found else {}
+    return _json(own) == _json(known)
+
+
+def _done(output: Path, resume: bool) -> tuple[int, bytes]:
+    """How many whole lines there are already, and the last; half a line is taken away."""
     if output.is_dir():
         raise ValueError(f"{output} is a folder; name a file for the predictions")
     if not output.exists() or not output.stat().st_size:
-        return 0  # or the first row was refused
+        return 0, b""  # or the first row was refused
     if not resume:
         raise ValueError(
             f"{output} exists already: --resume goes on with it, --output names another"
         )
-    whole = lines = 0
+    whole, lines, last = 0, 0, b""
     with output.open("rb+") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            whole, lines = whole + len(line), lines + 1
+            whole, lines, last = whole + len(line), lines + 1, line
         file.truncate(whole)
         os.fsync(file.fileno())
-    return lines
+    return lines, last

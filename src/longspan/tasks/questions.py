@@ -36,9 +36,7 @@ def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterat
         return
     nested = columns.get("qas", "qas")
     if nested in row.values:
-        asked = decode(row, nested)
-        if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
-            raise ValueError(f"{row.where}, column {nested!r}: expected a list of questions")
+        asked = _nested(row, nested)
         rows = [Row(f"{row.where}, question {place}", one) for place, one in enumerate(asked)]
         names = {"question": "question", "answers": "answers", "id": "id"}
     else:
@@ -72,14 +70,20 @@ def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterat
 def unfold_questions(row: Row, columns: Mapping[str, str]) -> Iterator[Row]:
     """A row for each question about a text; one without a list of them is left as it is."""
     nested, name = columns.get("qas", "qas"), columns.get("id", "id")
-    asked = row.values.get(nested)
-    if not isinstance(asked, list):
+    if nested not in row.values:
         yield row
         return
-    for place, one in enumerate(asked):
+    for place, one in enumerate(_nested(row, nested)):
         own = {**row.values, columns.get("question", "question"): one.get("question")}
         own[name] = one.get("id", f"{row.values.get(name, row.where)}#{place}")
         yield Row(f"{row.where}, question {place}", own)
+
+
+def _nested(row: Row, column: str) -> list[dict[str, Any]]:
+    asked = decode(row, column)
+    if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
+        raise ValueError(f"{row.where}, column {column!r}: expected a list of questions")
+    return asked
 
 
 def decode(row: Row, column: str) -> Any:
@@ -100,18 +104,27 @@ def _answers(given: Any, where: str) -> list[tuple[str, int | None]]:
     if isinstance(given, str):
         return [(given, None)]
     if isinstance(given, Mapping) and isinstance(given.get("text"), list):
-        starts = given.get("answer_start") or [None] * len(given["text"])
-        return list(zip(given["text"], starts, strict=True))
+        texts = given["text"]
+        starts = given.get("answer_start") or [None] * len(texts)
+        if len(starts) != len(texts):
+            raise ValueError(f"{where}: {len(texts)} answers, but {len(starts)} starts of them")
+        given = [{"text": text, "start": at} for text, at in zip(texts, starts, strict=True)]
     if isinstance(given, Mapping):
         given = [given]
     found: list[tuple[str, int | None]] = []
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, str):
             found.append((one, None))
-        elif isinstance(one, Mapping) and isinstance(one.get("text"), str):
-            found.append((one["text"], one.get("start", one.get("answer_start"))))
-        else:
+            continue
+        text = one.get("text") if isinstance(one, Mapping) else None
+        if not isinstance(text, str):
             raise ValueError(f"{where}: an answer is text, or text and start, not {one!r:.60}")
+        start = one.get("start", one.get("answer_start"))
+        if isinstance(start, float) and start.is_integer():
+            start = int(start)  # as tables have it where other rows lack one
+        if start is not None and not isinstance(start, int):
+            raise ValueError(f"{where}: an answer starts at a whole number, not {start!r:.60}")
+        found.append((text, start))
     return found
 
 
@@ -120,7 +133,8 @@ def locate(text: str, wanted: str, start: int | None) -> list[Span]:
     if not wanted.strip():
         return []
     if start is not None:
-        return [(start, start + len(wanted))] if text.startswith(wanted, start) else []
+        stands = start >= 0 and text.startswith(wanted, start)
+        return [(start, start + len(wanted))] if stands else []
     folded, sought = text.lower(), wanted.lower()
     if len(folded) != len(text):  # lowering has moved characters, as with the Turkish dotted I
         folded, sought = text, wanted

@@ -19,7 +19,15 @@ from longspan.data.tables import Row
 from longspan.models import LongspanForQuestionAnswering
 from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure, scores
 from longspan.tasks.base import QuestionTask, check_recipe
-from longspan.tasks.documents import Tokens, make_template, reach, read_whole, tokenize
+from longspan.tasks.documents import (
+    Tokens,
+    beyond,
+    make_template,
+    pieces,
+    reach,
+    read_whole,
+    tokenize,
+)
 from longspan.tasks.questions import Question, read_questions, unfold_questions
 from longspan.tasks.start import build_model, load_tokenizer
 from longspan.train.finetuning import Finetuning
@@ -114,15 +122,17 @@ class Finder:
         """For each row its answer, or an empty one, and the candidates, with their characters."""
         columns = self.recipe.data.columns
         texts = [row.text(columns.get("text", "text")) for row in rows]
-        questions = [row.text(columns.get("question", "question")) for row in rows]
+        questions = [row.text(columns.get("question", "question")).strip() for row in rows]
         documents = tokenize(self.tokenizer, texts)
         words = tokenize(self.tokenizer, questions)
         none = np.zeros(0, dtype=np.int64)
         made: list[dict[str, Any]] = []
         for row, text, document, question in zip(rows, texts, documents, words, strict=True):
-            if not len(document.ids) or not len(question.ids):
-                what = "question" if len(document.ids) else "text"
-                made.append({"skipped": f"the {what} is empty"})
+            if not len(document.ids) or not text.strip():
+                made.append({"skipped": "the text is empty"})
+                continue
+            if not len(question.ids):
+                made.append({"skipped": "the question is empty"})
                 continue
             asked = Asked(question.ids, document, none, none)
             try:
@@ -130,15 +140,31 @@ class Finder:
                 found = self.find(model, [asked])[0]
             except ValueError as error:
                 raise ValueError(f"{row.where}: {error}") from None
-            made.append(found.describe(text, document.offsets, self.threshold))
+            answer = found.describe(text, document.offsets, self.threshold)
+            made.append({**answer, **self._beyond(asked)})
         return made
 
+    def _beyond(self, asked: Asked) -> dict[str, int]:
+        settings = self.recipe.model.length, self.template, self.recipe.too_long
+        cuts = pieces(asked.document.ids, *settings, self.recipe.overlap, asked.question)
+        return beyond(len(asked.document.ids), cuts)
+
     def check_length(self, asked: Sequence[Asked]) -> Any:
-        """How many documents do not fit beside their question, or an error if none may."""
-        length = self.recipe.model.length - self.template.size
-        most = max((len(one.question) for one in asked), default=0)
-        documents = {id(one.document): len(one.document.ids) for one in asked}
-        found = reach(list(documents.values()), length - most)
+        """How many documents do not fit beside their questions, or an error if all have to."""
+        length, overlap = self.recipe.model.length, self.recipe.overlap
+        sizes: dict[int, int] = {}
+        for one in asked:
+            size = len(one.question) + len(one.document.ids) + self.template.size
+            sizes[id(one.document)] = max(size, sizes.get(id(one.document), 0))
+            room = length - len(one.question) - self.template.size
+            if room <= overlap:
+                raise ValueError(
+                    f"{self.tokenizer.decode(one.question[:12])!r} ...: a question of "
+                    f"{len(one.question):,} tokens leaves room for {max(room, 0):,} of the "
+                    f"document in model.length={length:,}: shorten it, or give a larger "
+                    f"model.length (overlap={overlap} has to be smaller than that room)"
+                )
+        found = reach(list(sizes.values()), length)
         found.check(self.recipe.too_long)
         return found
 
