@@ -419,6 +419,22 @@ def plain(output: str) -> str:
     return " ".join(output.replace("│", " ").split())
 
 
+def test_embedding_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks.tiny import tiny_checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    source, table = str(tiny_checkpoint(tmp_path / "tiny")), tmp_path / "texts.csv"
+    table.write_text('body\n"The cat sleeps."\n""\n')
+    command = ["embed", source, str(table), "--text", "body", "--length", "64"]
+    assert "2 rows in texts.embeddings.jsonl, 1 skipped" in plain(invoke(*command))
+    lines = (tmp_path / "texts.embeddings.jsonl").read_text().splitlines()
+    assert len(json.loads(lines[0])["vector"]) == len(json.loads(lines[0])["passages"][0]["vector"])
+    assert "exists already" in plain(invoke(*command, code=2))
+    assert "2 rows in" in plain(invoke(*command, "--resume"))
+    other = ["--spans", "sentences", "--output", "other.jsonl"]
+    assert "no column 'sentences'" in plain(invoke(*command, *other, code=2))
+
+
 def test_comparing(tmp_path: Path) -> None:
     from tasks.finetuned import labelled
     from tasks.tiny import tiny_checkpoint

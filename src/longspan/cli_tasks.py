@@ -1,4 +1,4 @@
-"""The commands of tasks on examples: the part of `train` that finetunes, and predict."""
+"""The commands of tasks on examples: what `train` finetunes, predict, embed and compare."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -126,7 +126,8 @@ def predict(
     """
     from transformers.utils import logging
 
-    from longspan.tasks.predict import Pipeline, predict_file, remarks, write_clusters
+    from longspan.tasks.lines import remarks
+    from longspan.tasks.predict import Pipeline, predict_file, write_clusters
 
     logging.disable_progress_bar()
     console = Console()
@@ -155,6 +156,69 @@ def predict(
             )
         if conll is not None:
             write_clusters(use, file, target, conll)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command with --resume goes on with {target}")
+        raise typer.Exit(130) from None
+    said = ", ".join([f"{count:,} rows in {target}", *remarks(target)])
+    console.print(said, highlight=False, soft_wrap=True)
+
+
+@commands.command()
+def embed(
+    model: Annotated[
+        str, typer.Argument(help="An encoder of sentences: a folder, or a hub name; made long.")
+    ],
+    file: Annotated[str, typer.Argument(help="The texts: whatever predict takes.")],
+    output: Annotated[
+        Path | None, typer.Option(help="JSON lines; FILE.embeddings.jsonl here by default.")
+    ] = None,
+    text: Annotated[str, typer.Option(help="The column of the text.")] = "text",
+    spans: Annotated[
+        str,
+        typer.Option(
+            help="Passages to embed, besides the whole text: its paragraphs, none (document), or "
+            "those in the column of this name, each as \\[start, end] in characters."
+        ),
+    ] = "paragraphs",
+    id: Annotated[str, typer.Option("--id", help="The column of the id, if there is one.")] = "id",
+    length: Annotated[
+        int, typer.Option(min=16, help="Tokens to read at once; the rest in further passes.")
+    ] = 4096,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an output that was cut short.")
+    ] = False,
+) -> None:
+    """Embed every text of a table, and its passages in the context of the whole, as JSON lines.
+
+    Each line has the text's vector and, with the characters they stand at, those of its passages,
+    all of unit length: the mean of their tokens' states after the whole text was read (late
+    chunking). A text of more than --length tokens is read in overlapping passes; none is cut.
+
+    [bold]longspan embed sentence-transformers/all-MiniLM-L6-v2 articles.jsonl[/]
+    [bold]longspan embed runs/long articles.csv --text body --spans sentences --length 16384[/]
+    """
+    from transformers.utils import logging
+
+    from longspan.tasks.embedder import Embedder
+    from longspan.tasks.lines import remarks, write_lines
+
+    logging.disable_progress_bar()
+    console = Console()
+    target = output or Path(f"{Path(file).name.split('.')[0]}.embeddings.jsonl")
+    try:
+        use = Embedder(model, length=length, text=text, spans=spans)
+        with console.status("embedding ...") as status:
+            count = write_lines(
+                file,
+                target,
+                use.rows,
+                id_column=id,
+                resume=resume,
+                batch=1,
+                progress=lambda done: status.update(f"{done:,} rows"),
+            )
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """Passages embedded in their context: exact characters, exact states, nothing left out."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from tasks.tiny import load_tiny, story, tiny_checkpoint
 from torch.nn.functional import normalize
 
 import longspan
+from longspan.data.tables import Row
 from longspan.tasks.embed import _owned, cut, embed, embed_query, paragraphs, read
+from longspan.tasks.embedder import Embedder
+from longspan.tasks.lines import remarks, write_lines
 
 LONG = 96
 
@@ -152,3 +156,54 @@ def test_wrong_input_is_named(tiny: tuple[Any, Any, Any], tmp_path: Path) -> Non
         embed_query(model, tokenizer, " ")
     with pytest.raises(ValueError, match="room for 24"):
         embed_query(short, tokenizer, "cat " * 40)
+
+
+def test_a_table_is_embedded_row_by_row(tmp_path: Path) -> None:
+    """Documents and passages as `embed` has them, in a file that can be gone on with."""
+    source = tiny_checkpoint(tmp_path / "tiny")
+    texts = [story(3), " ", "\x00\x01", story(40)]
+    table, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    table.write_text("".join(json.dumps({"id": i, "body": t}) + "\n" for i, t in enumerate(texts)))
+    use = Embedder(source, length=LONG, window=8, text="body")
+    assert write_lines(table, output, use.rows, batch=2) == 4
+    whole = output.read_bytes()
+    first, blank, nothing, last = map(json.loads, whole.splitlines())
+    assert blank == {"row": 1, "id": 1, "skipped": "the text is empty"}
+    assert nothing == {"row": 2, "id": 2, "skipped": "the text has no tokens"}
+    assert last["pieces"] > 1
+    assert "pieces" not in first
+    for text, line in ((texts[0], first), (texts[3], last)):
+        found = embed(use.model, use.tokenizer, text, [(0, len(text)), *paragraphs(text)])
+        assert [(one["start"], one["end"]) for one in line["passages"]] == found.spans[1:]
+        made = torch.tensor([line["vector"], *(one["vector"] for one in line["passages"])])
+        torch.testing.assert_close(made, found.vectors, atol=1e-6, rtol=0)
+    output.write_bytes(whole[: len(whole) // 2])
+    write_lines(table, output, use.rows, resume=True)
+    assert output.read_bytes() == whole
+    assert remarks(output) == ['2 skipped ("skipped")', '1 read in pieces ("pieces")']
+
+
+@pytest.mark.parametrize(
+    ("spans", "wanted"),
+    [([[0, 7], [4, 7]], [(0, 7), (4, 7)]), ("[[0, 7]]", [(0, 7)]), (None, []), ("", [])],
+)
+def test_spans_may_be_given(tmp_path: Path, spans: Any, wanted: list[Any]) -> None:
+    use = Embedder(tiny_checkpoint(tmp_path), length=LONG, window=8, spans="where")
+    (line,) = use.rows([Row("line 1", {"text": "The cat sleeps.", "where": spans})])
+    assert [(one["start"], one["end"]) for one in line["passages"]] == wanted
+    whole = Embedder(tmp_path, length=LONG, window=8, spans="document")
+    (alone,) = whole.rows([Row("line 1", {"text": "The cat sleeps."})])
+    assert alone == {"vector": line["vector"]}
+
+
+@pytest.mark.parametrize(
+    "spans", [[[0, 99]], [[5, 2]], [[-1, 2]], [[0]], [0, 2], "cat", [[0, 1.5]]]
+)
+def test_spans_that_are_none_are_named(tmp_path: Path, spans: Any) -> None:
+    use = Embedder(tiny_checkpoint(tmp_path), length=LONG, window=8, spans="where")
+    with pytest.raises(
+        ValueError, match=r"line 1, column 'where': expected a list of \[start, end"
+    ):
+        use.rows([Row("line 1", {"text": "The cat sleeps.", "where": spans})])
+    with pytest.raises(ValueError, match="no column 'where'"):
+        use.rows([Row("line 1", {"text": "The cat sleeps."})])

@@ -7,7 +7,8 @@ import pytest
 from tasks.finetuned import QUIET, asked, labelled, recipe
 
 from longspan.tasks.finetune import finetune, make_task
-from longspan.tasks.predict import Pipeline, predict_file, remarks
+from longspan.tasks.lines import remarks
+from longspan.tasks.predict import Pipeline, predict_file
 
 
 @pytest.fixture(scope="module")

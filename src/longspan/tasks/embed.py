@@ -18,6 +18,10 @@ from torch.nn.functional import normalize
 Span = tuple[int, int]
 
 
+class NoTokensError(ValueError):
+    """A text in which a tokenizer finds nothing, of control characters say."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """A document as a model has read it."""
@@ -144,7 +148,7 @@ def read(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens = torch.tensor(encoded["input_ids"], dtype=torch.long)
     if len(tokens) == 0:
-        raise ValueError("the document has no tokens")
+        raise NoTokensError("the document has no tokens")
     passes = cut(len(tokens), room, overlap)
     states = None
     for done in range(0, len(passes), batch_size):

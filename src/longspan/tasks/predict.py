@@ -4,13 +4,13 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from longspan.data.conll import write_conll
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.finetune import FIRST_STAGE, TASKS, half, load_model
+from longspan.tasks.lines import write_lines
 from longspan.tasks.mentions import read_words
 from longspan.tasks.start import load_tokenizer
 from longspan.train import checkpoint
@@ -113,49 +113,18 @@ def predict_file(
     progress: Callable[[int], object] | None = None,
     say: Callable[[str], object] | None = None,
 ) -> int:
-    """Predictions for every row of a table, as JSON lines in its order; returns how many.
-
-    Each line has the row's number from 0, its id if it has one, and what was predicted. Rows are
-    read as they are needed. A file that a kill cut short is gone on with by `resume`. `say` is
-    given the texts that are written, word by word.
-    """
-    done, last = _done(output, resume)
-    rows = (one for row in read_rows(source) for one in use.task.unfold(row))
-    name = use.recipe.data.columns.get("id", "id")
-    passed, known = 0, None
-    for row in islice(rows, done):
-        passed, known = passed + 1, _identity(row, name)
-    if passed < done:
-        raise ValueError(
-            f"{output} has {done} lines, {source} only {passed} rows: is it another's?"
-        )
-    if known is not None and not _is_of(known, last):
-        raise ValueError(
-            f"line {done} of {output} is not of row {done - 1} of {source}, whose id is "
-            f"{known.get('id')!r}: is it another's?"
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf8") as file:
-        while group := list(islice(rows, batch)):
-            for row, found in zip(group, use.rows(group, say), strict=True):
-                line = {"row": done, **_identity(row, name), **found}
-                file.write(_json(line) + "\n")
-                done += 1
-            file.flush()
-            if progress is not None:
-                progress(done)
-    return done
-
-
-def remarks(predictions: Path) -> list[str]:
-    """How many rows of a file of predictions were not read, or not to their end."""
-    known = {"skipped": "skipped", "unread": "read in part only", "pieces": "read in pieces"}
-    counts = dict.fromkeys(known, 0)
-    with predictions.open(encoding="utf8") as lines:
-        for line in lines:
-            for name in known.keys() & json.loads(line).keys():
-                counts[name] += 1
-    return [f'{counts[name]:,} {what} ("{name}")' for name, what in known.items() if counts[name]]
+    """Predictions for every row of a table, see `write_lines`; returns how many. `say` is given
+    the texts that are written, word by word."""
+    return write_lines(
+        source,
+        output,
+        lambda rows: use.rows(rows, say),
+        unfold=use.task.unfold,
+        id_column=use.recipe.data.columns.get("id", "id"),
+        resume=resume,
+        batch=batch,
+        progress=progress,
+    )
 
 
 def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output: Path) -> None:
@@ -183,43 +152,3 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
             clusters = [[mention["words"] for mention in cluster] for cluster in found]
             file.writelines(write_conll(document, clusters))
     os.replace(unfinished, output)
-
-
-def _identity(row: Row, name: str) -> dict[str, Any]:
-    return {"id": row.values[name]} if row.values.get(name) is not None else {}
-
-
-def _json(line: dict[str, Any]) -> str:
-    """An id may be of a kind that JSON lacks, a date for example."""
-    return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def _is_of(known: dict[str, Any], line: bytes) -> bool:
-    """Whether a line was predicted of a row that is known by this."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return False
-    own = {"id": found["id"]} if isinstance(found, dict) and "id" in found else {}
-    return _json(own) == _json(known)
-
-
-def _done(output: Path, resume: bool) -> tuple[int, bytes]:
-    """How many whole lines there are already, and the last; half a line is taken away."""
-    if output.is_dir():
-        raise ValueError(f"{output} is a folder; name a file for the predictions")
-    if not output.exists() or not output.stat().st_size:
-        return 0, b""  # or the first row was refused
-    if not resume:
-        raise ValueError(
-            f"{output} exists already: --resume goes on with it, --output names another"
-        )
-    whole, lines, last = 0, 0, b""
-    with output.open("rb+") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            whole, lines, last = whole + len(line), lines + 1, line
-        file.truncate(whole)
-        os.fsync(file.fileno())
-    return lines, last

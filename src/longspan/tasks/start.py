@@ -76,6 +76,21 @@ def check_freeze(start: Start) -> None:
         )
 
 
+def load_long(
+    source: str | Path,
+    length: int,
+    window: int,
+    head: type[LongspanPreTrainedModel] | None = None,
+) -> tuple[Any, int | None]:
+    """A checkpoint with positions for at least `length` tokens, in float32 (one in half precision,
+    too), and how many it was trained with; None: any number."""
+    model = _load(find_source(source), window, head).float()
+    trained = model.config.longest
+    if trained is not None and trained < length:
+        model.extend_positions(length)
+    return model, trained
+
+
 def build_model(
     start: Start,
     head: type[LongspanPreTrainedModel],
@@ -93,11 +108,7 @@ def build_model(
     assert start.source is not None
     folder = find_source(start.source)
     kept = keep_head and has_head(folder, head)
-    source = _load(folder, start.window, head if kept else None)
-    source = source.float()  # a checkpoint in half precision is still trained in float32
-    trained = source.config.longest
-    if trained is not None and trained < start.length:
-        source.extend_positions(start.length)
+    source, trained = load_long(folder, start.length, start.window, head if kept else None)
     if added:
         _embed(source, added)
     config = copy.deepcopy(source.config)
