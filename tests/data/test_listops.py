@@ -49,10 +49,12 @@ def test_the_first_operator_alone_says_something():
         listops.Example(text, evaluate(text)) for text in ("[MAX 9 1 ]", "[MIN 3 2 ]", "[MED 4 4 ]")
     ]
     assert listops.by_operator(made) == pytest.approx(2 / 3)
-    # No other answer is right for more of the training lists.
-    by = {name: Counter(v for t, v in FEW if t.startswith(name)) for name in OPERATORS}
-    guesses = sum(max(counts.values()) for counts in by.values()) / len(FEW)
-    assert 0.25 < listops.by_operator(FEW) <= guesses
+    # Hardly another answer is right for more of the training lists.
+    made = list(examples("train", 600))
+    for name in ("[MIN", "[MAX", "[MED"):
+        own = [one for one in made if one.text.startswith(name)]
+        (_, best), *_ = Counter(one.value for one in own).most_common(1)
+        assert listops.by_operator(own) > best / len(own) - 0.05
 
 
 def test_depth_and_arguments_stay_within_their_bounds():

@@ -95,13 +95,13 @@ def test_weights_that_layers_share_learn_from_all_of_them():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [True, False])
 def test_what_layers_cost_teaches_the_layers_below(normed):
     """As in the plain stack, also where a layer is given the states themselves, without a norm."""
     routing = {"kind": "routing", "clusters": 4, "size": 5, "commitment": 10.0}
     window = {"window": 6, "separate_global": False}
     stack, hidden = blocks([routing, window, routing]), states(2, 20)
-    if normed:
+    if not normed:
         stack[0].attention_norm = torch.nn.Identity()
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, 13:] = 0

@@ -29,9 +29,9 @@ ENOUGH_MS = 1.0
 # Of a pass longer than this neither the host nor a cold start is a part that counts: it is made a
 # few times as it is, where each time costs as much as hundreds of short ones.
 LONG_MS, FEW = 100.0, 3
-# After each sample the chip rests this many times as long. A kernel that keeps all of it busy comes
-# to its power limit within 20 ms and lowers the clock, one that leaves half of it idle does not;
-# rested, all contenders run at the same clock, as they do between the other kernels of a model.
+# After each sample the chip rests this many times as long. A kernel that keeps all of it busy for
+# long comes to its power limit and lowers the clock, one that leaves half of it idle does not;
+# rested, all that is captured runs at the same clock, as it does between a model's other kernels.
 REST = 4
 
 

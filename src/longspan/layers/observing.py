@@ -172,9 +172,9 @@ class BankCentroids(Centroids):
     Until there are any, all tokens belong to the first.
 
     Args:
-        bank: how many tokens, as many of each of the `every` / 2 steps before.
-        every: steps. K-means come in the middle between them: where training ends or is evaluated,
-            which is mostly at round numbers, a model shall know its centroids already.
+        bank: how many tokens, as many of each of the steps before.
+        every: steps. The first k-means comes after 3/8 of them: where training ends or is
+            evaluated, mostly at round numbers, a model shall know its centroids for some steps.
     """
 
     bank: Tensor
@@ -187,11 +187,13 @@ class BankCentroids(Centroids):
                 "at least 1"
             )
         self.every = every
-        self.first = (every + 1) // 2
+        self.first = max(1, 3 * every // 8)
         self.register_buffer("bank", torch.zeros(bank, dim))
 
     def forward(self, points: Tensor) -> Tensor:
-        return torch.where(self.steps >= self.first, super().forward(points), 0)
+        # Checkpoints of another schedule may have more steps, and a bank that was never full.
+        found = (self.steps >= self.first) & self.bank[-1].any()
+        return torch.where(found, super().forward(points), 0)
 
     def take_in(self, points: Tensor) -> None:
         """[points, dim], of which some are drawn by torch's generator."""

@@ -37,7 +37,8 @@ def capture(model: Model, *, most: int = 4) -> Model:
       `.grad`: clone what you keep of `torch.autograd.grad`, or beyond `zero_grad`;
     - activations stay allocated, for every kind of call;
     - gradient checkpointing is not recorded, as it looks at the state of random numbers;
-    - a mask of global tokens needs `max_global_tokens`, or the model would have to look at it;
+    - a mask of global tokens needs `max_global_tokens`, or the model would have to look at it; a
+      row that has more stops the device with an error;
     - hooks of its layers are not called, nor is any other Python of theirs;
     - whoever changes the model itself, its windows say, or loads weights with `assign=True`, calls
       `release` and `capture` again.

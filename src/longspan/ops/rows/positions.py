@@ -13,18 +13,17 @@ def global_positions(global_mask: Tensor, most: int | None = None) -> Tensor:
     """
     chosen = global_mask != 0
     batch, tokens = chosen.shape
-    number = chosen.cumsum(dim=1)
+    counts = chosen.sum(dim=1)
     if not chosen.is_cuda and not torch.compiler.is_compiling():
-        needed = int(number[:, -1:].max()) if chosen.numel() else 0
+        needed = int(counts.max()) if chosen.numel() else 0
         if most is not None and needed > most:
             raise ValueError(f"{needed} global tokens in one row, but room for only {most}")
         most = needed if most is None else most
     elif most is None:
-        most = int(number[:, -1:].max())
+        most = int(counts.max())
     else:
-        few = f"more global tokens in one row than there is room for: {most}"
-        torch._assert_async((number[:, -1:] <= most).all(), few)
-    slot = torch.where(chosen, number - 1, most).clamp(max=most)
+        torch._assert_async((counts <= most).all(), "more global tokens in one row than room")
+    slot = torch.where(chosen, chosen.cumsum(dim=1) - 1, most).clamp(max=most)
     position = torch.arange(tokens, device=chosen.device).expand(batch, tokens)
     empty = torch.full((batch, most + 1), -1, device=chosen.device)
     return empty.scatter(1, slot, position)[:, :most]
