@@ -296,3 +296,36 @@ def test_bad_sources_are_named(bert: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "nowhere", tmp_path / "long")
     assert done.exit_code != 0
     assert not (tmp_path / "long").exists()
+
+
+@pytest.mark.parametrize("name", ["longformer", "led"])
+def test_what_has_windows_is_compared_over_two_of_them(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    from longspan.hub.checkpoint import convert_checkpoint
+
+    torch.manual_seed(0)
+    small: dict[str, dict[str, Any]] = {
+        "longformer": {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 32},
+        "led": {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 3},
+    }
+    small["longformer"] |= {"num_hidden_layers": 2, "max_position_embeddings": 70}
+    small["led"] |= {
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "max_encoder_position_embeddings": 70,
+    }
+    small["led"] |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    stock: Any = {
+        "longformer": transformers.LongformerForMaskedLM,
+        "led": transformers.LEDForConditionalGeneration,
+    }[name]
+    config = stock.config_class(vocab_size=50, attention_window=[8, 16], **small[name])
+    stock(config).save_pretrained(tmp_path / "stock")
+    made = convert_checkpoint(tmp_path / "stock", tmp_path / "ours")
+    (row,) = made.parity
+    assert row.tokens == 32
+    assert row.largest <= 2e-5
+    assert row.alike == (0.0 if name == "longformer" else None)
+    done = run(tmp_path / "stock", tmp_path / "again")
+    assert ("rounded alike" in plain(done.output)) == (name == "longformer")

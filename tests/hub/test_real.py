@@ -108,6 +108,35 @@ def test_global_tokens_as_in_a_stock_longformer(folder, tokens):
     assert apart(mine, theirs) <= max(CLOSE, 2 * apart(theirs, exact))
 
 
+@pytest.mark.parametrize("tokens", [17, 301])
+@pytest.mark.parametrize("folder", [granite, minilm])
+def test_rounded_as_a_stock_longformer_rounds_nothing_is_left(folder, tokens):
+    """Uneven sets of global tokens, with padding, at any length: to 2e-5 as they are, if the input
+    is padded to whole windows, as transformers does by itself."""
+    window = 128
+    ours: Any = longspan.convert(folder(), max_length=1024, window=window).float().eval()
+    stock: Any = longspan.to_transformers(ours).eval()
+    for layer in ours.layers:
+        layer.attention.backend = "chunks"
+    place = torch.arange(tokens + -tokens % window)
+    ids = torch.randint(1000, 30000, (2, len(place)), generator=torch.Generator().manual_seed(0))
+    mask = (place < torch.tensor([[tokens], [tokens * 2 // 3]])).long()
+    ids = torch.where(mask.bool(), ids, ours.config.pad_token_id)
+    chosen = torch.zeros_like(mask)
+    chosen[0, [0, 5, tokens // 2]] = 1
+    chosen[1, 0] = 1
+
+    def hidden_and_gradient(model):
+        given = {"attention_mask": mask, "global_attention_mask": chosen}
+        hidden = model(ids, **given).last_hidden_state[mask.bool()]
+        words = model.get_input_embeddings().weight
+        return hidden.detach(), torch.autograd.grad(hidden.pow(2).mean(), words)[0]
+
+    pairs = zip(hidden_and_gradient(ours), hidden_and_gradient(stock), strict=True)
+    for mine, theirs in pairs:
+        assert float((mine - theirs).abs().max()) <= CLOSE
+
+
 @pytest.mark.parametrize("folder", [granite, minilm])
 def test_a_folder_becomes_eight_times_as_long(folder):
     ours = longspan.convert(folder()).float().eval()

@@ -30,12 +30,17 @@ def show(made: Conversion, console: Console) -> None:
 def _parity(made: Conversion) -> Table:
     table = Table(title="Outputs of the two models, float32", title_justify="left")
     table.add_column("on")
-    for name in ("tokens", "largest difference", "in float64", "largest output"):
+    alike = any(row.alike is not None for row in made.parity)
+    names = ("tokens", "largest difference", "rounded alike", "in float64", "largest output")
+    for name in names if alike else (name for name in names if name != "rounded alike"):
         table.add_column(name, justify="right")
+
+    def number(one: float | None) -> str:
+        return "" if one is None else f"{one:.1e}"
+
     for row in made.parity:
-        exact = "" if row.exact is None else f"{row.exact:.1e}"
-        numbers = (f"{row.largest:.1e}", exact, f"{row.size:.3g}")
-        table.add_row(row.what, f"{row.tokens:,}", *numbers)
+        found = (row.largest, *((row.alike,) if alike else ()), row.exact)
+        table.add_row(row.what, f"{row.tokens:,}", *map(number, found), f"{row.size:.3g}")
     return table
 
 

@@ -12,6 +12,7 @@ from longspan.layers.position import rotate
 from longspan.ops.rows import global_positions, global_rows, global_weights, take_rows
 from longspan.ops.window import Visibility, window_attention
 from longspan.ops.window import visibility as describe
+from longspan.ops.window.chunks import project as tokens_first
 from longspan.ops.window.maps import AttentionMap, attention_map
 from longspan.ops.window.pattern import check_dilation, check_window
 
@@ -201,12 +202,17 @@ class WindowAttention(AttentionLayer):
 
     def _at_a_time(self, hidden: Tensor) -> int:
         """Heads that are projected and attended to together."""
-        if not one_product(self.qkv, hidden):
+        if self.backend == "chunks" or not one_product(self.qkv, hidden):
             return self.heads
         return max(1, self.heads * _BYTES // (3 * hidden.numel() * hidden.itemsize))
 
     def _project(self, hidden: Tensor, some: slice = slice(None)) -> Tensor:
         """Queries, keys and values of some heads, [batch, tokens, 3, heads, head_dim]."""
+        if self.backend == "chunks" and type(self.qkv) is nn.Linear:
+            biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
+            pairs = zip(self.qkv.weight.chunk(3), biases, strict=True)
+            three = torch.stack([tokens_first(hidden, *pair) for pair in pairs], dim=2)
+            return three.unflatten(-1, (self.heads, -1))
         if some == slice(None):
             return project(self.qkv, hidden).unflatten(-1, (3, self.heads, -1))
         rows = torch.arange(self.qkv.out_features).view(3, self.heads, -1)[:, some]
@@ -239,6 +245,8 @@ class WindowAttention(AttentionLayer):
     ) -> Tensor:
         """[batch, g, heads, head_dim]: what each global token makes of its whole document."""
         assert self.qkv_global is not None
+        # Who asks for one of the slower backends wants PyTorch's own operations.
+        backend = {"auto": "auto", "triton": "auto", "chunks": "chunks"}.get(self.backend, "plain")
         return global_rows(
             hidden,
             self.qkv_global.weight,
@@ -248,6 +256,5 @@ class WindowAttention(AttentionLayer):
             seen=seen,
             causal=self.causal,
             dropout_p=dropout_p,
-            # Who asks for one of the slower backends wants PyTorch's own operations.
-            backend="auto" if self.backend in ("auto", "triton") else "plain",
+            backend=backend,
         )

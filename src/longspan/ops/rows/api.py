@@ -12,7 +12,7 @@ from longspan.ops.rows import autograd, early, plain
 from longspan.ops.rows.call import Call
 from longspan.ops.rows.positions import take_rows
 from longspan.ops.window import api as window
-from longspan.ops.window import dropout
+from longspan.ops.window import chunks, dropout
 from longspan.ops.window.pattern import Visibility
 
 # The widest hidden states of which the fused kernels can hold enough on chip: in general, and
@@ -64,6 +64,7 @@ BACKENDS = (
     Backend("triton", "fused GPU kernels, forward and backward", _refuse_triton, home="cuda"),
     Backend("early", "the window's kernels, for many global tokens", _refuse_early, home="cuda"),
     Backend("plain", "PyTorch's own operations, any device", _refuse_plain),
+    Backend("chunks", "PyTorch, rounded as transformers' Longformer rounds", _refuse_early),
 )
 
 
@@ -81,14 +82,14 @@ def global_attention(
     scale: float | None = None,
     late: bool | None = None,
     backend: str = "auto",
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """Attention of g global tokens to all tokens of their document, [batch, g, heads, head_dim].
 
     Args:
         query: [batch, g, heads, head_dim], projected and with its bias.
         hidden: [batch, tokens, dim], what keys and values are projected from.
-        key_weight, value_weight: [heads * head_dim, dim], as in `nn.Linear`. There is no key
-            bias because it cannot change the result.
+        key_weight, value_weight: [heads * head_dim, dim], as in `nn.Linear`.
         value_bias: [heads * head_dim] or None.
         positions: [batch, g] position of each query in `hidden`, -1 = no query: a zero row.
         seen: padding and documents, from `visibility(...)`.
@@ -96,8 +97,10 @@ def global_attention(
         dropout_p, scale: as in `window_attention`.
         late: apply the projections to the rows (True) or to the tokens (False); by default
             whichever is cheaper.
-        backend: "auto", "triton" (projects late), "early" (projects early) or "plain". A named one
-            never falls back.
+        backend: "auto", "triton" (projects late), "early" (projects early), "plain" or "chunks"
+            (early, and rounds as transformers' Longformer does). A named one never falls back.
+        key_bias: [heads * head_dim] or None. It shifts all scores of a row alike, which changes
+            nothing but the last digits: only "chunks" adds it.
 
     Gradients can be taken once; `backend="plain"` allows higher derivatives.
     """
@@ -112,6 +115,13 @@ def global_attention(
             causal=causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
     seed = dropout.new_seed(hidden.device) if dropout_p > 0 else None
+    if chosen == "chunks":
+        keys = chunks.project(hidden, key_weight, key_bias).unflatten(-1, (heads, head_dim))
+        values = chunks.project(hidden, value_weight, value_bias).unflatten(-1, (heads, head_dim))
+        return chunks.attend_rows(
+            query, keys, values, positions, seen, causal=causal, scale=scale, dropout_p=dropout_p,
+            seed=seed,
+        )  # fmt: skip
     if chosen == "plain":
         return plain.attend(
             query, hidden, key_weight, value_weight, value_bias, positions=positions, seen=seen,
@@ -158,12 +168,13 @@ def global_rows(
     chosen, late = _choose(backend, None, hidden, positions, seen, rows, head_dim)
     if chosen != "triton":
         query_weight, key_weight, value_weight = weight.split(inner)
-        query_bias, _, value_bias = (None,) * 3 if bias is None else bias.split(inner)
-        query = linear(take_rows(hidden, positions), query_weight, query_bias)
+        query_bias, key_bias, value_bias = (None,) * 3 if bias is None else bias.split(inner)
+        queried = take_rows(hidden, positions), query_weight, query_bias
+        query = chunks.project(*queried, copied=True) if chosen == "chunks" else linear(*queried)
         return global_attention(
             query.unflatten(-1, (heads, -1)), hidden, key_weight, value_weight, value_bias,
             positions=positions, seen=seen, causal=causal, dropout_p=dropout_p, late=late,
-            backend=chosen,
+            backend=chosen, key_bias=key_bias,
         )  # fmt: skip
     seen = _described(hidden, seen)
     seed = dropout.new_seed(hidden.device) if dropout_p > 0 else None
@@ -184,7 +195,7 @@ def _choose(
     """The backend's name, and whether it projects late."""
     dim = hidden.shape[2]
     if late is None:
-        late = backend == "triton" or (backend != "early" and rows < dim)
+        late = backend == "triton" or (backend not in ("early", "chunks") and rows < dim)
     dtype = _autocast(hidden) or hidden.dtype
     bounded = seen is not None and seen.start is not None
     training = hidden.requires_grad and torch.is_grad_enabled()

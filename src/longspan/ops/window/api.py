@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.backends import Backend, choose
-from longspan.ops.window import autograd, blocked, dropout, reference
+from longspan.ops.window import autograd, blocked, chunks, dropout, reference
 from longspan.ops.window.pattern import (
     Pattern,
     Visibility,
@@ -68,6 +68,7 @@ BACKENDS = (
     Backend("triton", "fused GPU kernels, forward and backward", refuse_triton, home="cuda"),
     Backend("native", "C++ kernels for the CPU, forward and backward", refuse_native, home="cpu"),
     Backend("blocked", "PyTorch on blocks, linear memory, any device", refuse_dtype),
+    Backend("chunks", "PyTorch, rounded as transformers' Longformer rounds", refuse_dtype),
     Backend("reference", "dense attention under a mask, n x n memory: the oracle", refuse_dtype),
 )
 
@@ -111,15 +112,15 @@ def window_attention(
         dropout_p: probability of dropping an attention weight. The seed comes from torch's
             generator; all backends drop the same entries for the same seed.
         scale: factor on the scores, 1/sqrt(head_dim) by default.
-        backend: "auto", "triton", "native", "blocked" or "reference". A named one never falls
-            back.
+        backend: "auto", "triton", "native", "blocked", "chunks" (rounds as transformers' Longformer
+            does; slow, no dilation) or "reference". A named one never falls back.
         visibility: what `longspan.visibility(...)` made of the three masks, to be reused over
             the layers of a model; then the masks themselves are not given.
         global_rows: for layers that compute the rows of global tokens from projections of their
             own: `(rows, positions)`, [batch, g, heads, head_dim] and [batch, g] with -1 for an
             empty slot, takes those instead; False leaves the rows zero.
 
-    Gradients can be taken once; `backend="reference"` allows higher derivatives.
+    Gradients can be taken once; `backend="chunks"` and `"reference"` allow higher derivatives.
     """
     stacked = _check_stacked(query) if key is None and value is None else None
     if stacked is not None:
@@ -159,6 +160,13 @@ def window_attention(
         return out if rows is None or at is None else reference.put_rows(out, rows, at)
     if visibility is None:
         visibility = describe(query, **masks)
+    if chosen == "chunks":
+        reason = chunks.refusal(pattern, key.shape[2])
+        if reason is not None:
+            raise ValueError(f"backend='chunks' cannot serve this call: {reason}")
+        slots = None if at is None else at.shape[1]
+        out = chunks.attend(query, key, value, visibility, pattern, seed, slots)
+        return out if rows is None or at is None else reference.put_rows(out, rows, at)
     tensors = (query, key, value) if stacked is None else (stacked, None, None)
     return autograd.attend(*tensors, visibility, pattern, seed, rows, at, chosen)
 
