@@ -13,7 +13,15 @@ from torch.nn.functional import normalize
 
 import longspan
 from longspan.data.tables import Row
-from longspan.tasks.embed import _owned, cut, embed, embed_query, paragraphs, read
+from longspan.tasks.embed import (
+    Reading,
+    _owned,
+    cut,
+    embed,
+    embed_query,
+    paragraphs,
+    read,
+)
 from longspan.tasks.embedder import Embedder
 from longspan.tasks.lines import remarks, write_lines
 
@@ -138,6 +146,14 @@ def test_a_span_without_tokens_is_close_to_nothing(tiny: tuple[Any, Any, Any]) -
     found = embed(model, tokenizer, "cat   dog", [(3, 6), (0, 3)])
     assert found.vectors[0].abs().max() == 0
     assert found.vectors[1].norm() == pytest.approx(1.0)
+
+
+def test_a_word_may_bring_its_space() -> None:
+    """Tokens of ModernBERT's tokenizer, among others, begin with the space before their word."""
+    text, states = "cat  dog house", torch.eye(4)
+    reading = Reading(text, states, [(0, 3), (3, 4), (4, 8), (8, 14)], [(0, 4)])
+    found = reading.pool([(0, 3), (5, 8), (9, 14), (3, 5)])
+    torch.testing.assert_close(found, states[[0, 2, 3, 1]])
 
 
 def test_wrong_input_is_named(tiny: tuple[Any, Any, Any], tmp_path: Path) -> None:

@@ -34,10 +34,11 @@ class Reading:
     def pool(self, spans: Sequence[Span]) -> Tensor:
         """[spans, dim]: the mean state of the tokens that begin in each span, of unit length.
 
-        Spans are characters of the text and may overlap. One without tokens, of control characters
-        say, has a vector of zeros, which is close to nothing.
+        Spans are characters of the text and may overlap. A token begins with its word, also where
+        the tokenizer has the space before that belong to it. A span without tokens, of control
+        characters say, has a vector of zeros, which is close to nothing.
         """
-        begins = [start for start, _ in self.offsets]
+        begins = [_first_character(self.text, *own) for own in self.offsets]
         vectors = self.states.new_zeros(len(spans), self.states.shape[1])
         for index, (start, stop) in enumerate(spans):
             if not 0 <= start <= stop <= len(self.text):
@@ -215,6 +216,11 @@ def longest(model: Any) -> int:
     if hasattr(config, "longest"):
         return config.longest or 2**31
     return config.max_position_embeddings
+
+
+def _first_character(text: str, start: int, stop: int) -> int:
+    """The first of text[start:stop] that is no white space, if any is none."""
+    return next((place for place in range(start, stop) if not text[place].isspace()), start)
 
 
 def _special_tokens(tokenizer: Any) -> tuple[Tensor, Tensor]:
