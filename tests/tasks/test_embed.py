@@ -1,5 +1,6 @@
 """Passages embedded in their context: exact characters, exact states, nothing left out."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,14 @@ def test_a_word_may_bring_its_space() -> None:
     reading = Reading(text, states, [(0, 3), (3, 4), (4, 8), (8, 14)], [(0, 4)])
     found = reading.pool([(0, 3), (5, 8), (9, 14), (3, 5)])
     torch.testing.assert_close(found, states[[0, 2, 3, 1]])
+
+
+def test_half_precision_can_be_asked(tiny: tuple[Any, Any, Any]) -> None:
+    model, tokenizer = copy.deepcopy(tiny[1]).bfloat16(), tiny[2]
+    found = embed(model, tokenizer, "the cat sleeps", [(0, 14)])
+    asked = embed_query(model, tokenizer, "the cat sleeps")
+    assert asked.dtype == found.vectors.dtype == torch.float32
+    assert found.ranked(asked)[0][1] > 0.9
 
 
 def test_wrong_input_is_named(tiny: tuple[Any, Any, Any], tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def embed_query(model: Any, tokenizer: Any, text: str) -> Tensor:
         raise ValueError(f"the question has {given.shape[1]} tokens, the model room for {most}")
     with torch.no_grad():
         states = model(input_ids=given, attention_mask=torch.ones_like(given)).last_hidden_state
-    return normalize(states[0].mean(dim=0), dim=0)
+    return normalize(states[0].float().cpu().mean(dim=0), dim=0)  # as passages are
 
 
 @torch.no_grad()
