@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tasks.tiny import load_tiny, story, tiny_checkpoint
 from torch.nn.functional import normalize
+from transformers import AutoConfig, AutoModel
 
 import longspan
 from longspan.data.tables import Row
@@ -20,6 +21,7 @@ from longspan.tasks.embed import (
     cut,
     embed,
     embed_query,
+    longest,
     paragraphs,
     read,
 )
@@ -163,6 +165,26 @@ def test_half_precision_can_be_asked(tiny: tuple[Any, Any, Any]) -> None:
     asked = embed_query(model, tokenizer, "the cat sleeps")
     assert asked.dtype == found.vectors.dtype == torch.float32
     assert found.ranked(asked)[0][1] > 0.9
+
+
+@pytest.mark.parametrize(("kind", "room"), [("roberta", 30), ("mpnet", 30), ("bert", 32)])
+def test_rows_of_a_table_that_are_no_positions(
+    kind: str, room: int, tiny: tuple[Any, Any, Any]
+) -> None:
+    """RoBERTa's first position is the third row of its table."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=len(tiny[2]),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=32,
+        pad_token_id=1,
+    )
+    model = AutoModel.from_config(config).eval()
+    assert longest(model) == room
+    assert len(read(model, tiny[2], story(20)).passes) > 3
 
 
 def test_wrong_input_is_named(tiny: tuple[Any, Any, Any], tmp_path: Path) -> None:

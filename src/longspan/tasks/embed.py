@@ -215,7 +215,13 @@ def longest(model: Any) -> int:
     config = model.config
     if hasattr(config, "longest"):
         return config.longest or 2**31
-    return config.max_position_embeddings
+    # RoBERTa and its kin count from behind the row of padding.
+    reserved = [
+        table.padding_idx + 1
+        for name, table in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None
+    ]
+    return config.max_position_embeddings - max(reserved, default=0)
 
 
 def _first_character(text: str, start: int, stop: int) -> int:
