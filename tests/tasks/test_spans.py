@@ -199,6 +199,17 @@ def test_answers_that_are_not_there():
         read({**flat, "answers": {"text": [None], "answer_start": [4]}})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"answers__longest": 0}, {"answers__best": 0}, {"evaluation__limit": -3}, {"data__limit": -3}],
+)
+def test_numbers_that_no_evaluation_can_do_with(wrong, tmp_path):
+    """Said before training, not at the end of its first pass."""
+    name = next(iter(wrong)).replace("__", r"\.")
+    with pytest.raises(ValueError, match=rf"{name}=.* must"):
+        Spans(recipe("spans", tmp_path, **wrong))
+
+
 def test_a_question_beyond_the_model_is_found_before_training(tmp_path):
     path, long = tmp_path / "long.jsonl", "when " * 20
     rows = [{"text": "the cat", "question": q, "answers": "cat"} for q in ["why?"] * 19 + [long]]
