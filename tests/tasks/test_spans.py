@@ -279,6 +279,14 @@ def test_triviaqa_takes_the_best_document():
     assert measure(questions, answers, "squad", -9.0)["exact"] == pytest.approx(2 / 3)
 
 
+def test_the_threshold_is_best_for_questions_not_for_documents():
+    """One of a question's documents may lack the answer that another has."""
+    questions = [question([], "1"), question(["cat"], "1"), question([], "2")]
+    answers = [answer("cat", 3.0), answer("cat", 2.0), answer("dog", 2.5)]
+    best = best_threshold(questions, answers, "triviaqa")
+    assert measure(questions, answers, "triviaqa", best)["f1"] == 1.0
+
+
 def test_head_leaves_answers_unread(tmp_path):
     task = Spans(recipe("spans", tmp_path, too_long="head"))
     own = next(one for one in task.asked.train if one.starts.size and one.starts[0] > 25)
