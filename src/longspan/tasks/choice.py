@@ -201,7 +201,9 @@ class Choice(Chooser, QuestionTask):
         super().__init__(recipe, tokenizer)
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure)
-        self.offers = read_examples(recipe.data, self._understand, self.skips)
+        self.offers = read_examples(
+            recipe.data, self._understand, self.skips, about=lambda one: one.texts
+        )
         self.asked = Splits(*(self.encode(split) for split in self.offers))
         self._settle(recipe)
 

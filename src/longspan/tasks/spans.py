@@ -180,7 +180,10 @@ class Spans(Finder, QuestionTask):
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
         self.left_out = 0
-        self.questions = self._train_on(read_examples(recipe.data, self._understand, self.skips))
+        questions = read_examples(
+            recipe.data, self._understand, self.skips, about=lambda one: one.text
+        )
+        self.questions = self._train_on(questions)
         self._documents: dict[str, Tokens] = {}
         self.asked = Splits(*(self._encode(split) for split in self.questions))
         self._settle(recipe)
