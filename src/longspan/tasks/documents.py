@@ -164,6 +164,37 @@ def beyond(tokens: int, found: Sequence[Piece]) -> dict[str, int]:
     return {"pieces": len(found)} if len(found) > 1 else {}
 
 
+def cut_off(
+    document: np.ndarray,
+    recipe: Finetuning,
+    template: Template,
+    question: np.ndarray | None = None,
+) -> dict[str, int]:
+    """The same of a document that is read as the recipe says."""
+    settings = recipe.model.length, template, recipe.too_long, recipe.overlap
+    return beyond(len(document), pieces(document, *settings, question))
+
+
+def check_room(
+    front: np.ndarray,
+    recipe: Finetuning,
+    template: Template,
+    tokenizer: Any,
+    of: str,
+    what: str = "a question",
+) -> None:
+    """Raise if what stands before a text leaves too little room for that."""
+    length, overlap = recipe.model.length, recipe.overlap
+    room = length - len(front) - template.size
+    if room <= overlap:
+        raise ValueError(
+            f"{tokenizer.decode(front[:12], skip_special_tokens=True).strip()!r} ...: {what} of "
+            f"{len(front):,} tokens leaves room for {max(room, 0):,} of the {of} in "
+            f"model.length={length:,}: shorten it, or give a larger model.length "
+            f"(overlap={overlap} has to be smaller than that room)"
+        )
+
+
 def _cut_at(breaks: Sequence[int], tokens: int, room: int, overlap: int) -> list[Span]:
     """As few pieces as hold the parts between breaks whole; a part beyond the room is cut."""
     found: list[Span] = []
