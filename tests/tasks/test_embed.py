@@ -17,11 +17,11 @@ import longspan
 from longspan.data.tables import Row
 from longspan.tasks.embed import (
     Reading,
-    _owned,
     cut,
     embed,
     embed_query,
     longest,
+    owned,
     paragraphs,
     read,
 )
@@ -113,9 +113,9 @@ def test_batches_change_nothing(tiny: tuple[Any, Any, Any]) -> None:
 @given(st.integers(1, 300), st.integers(1, 60), st.data())
 def test_passes_cover_every_token_once(tokens: int, room: int, data: st.DataObject) -> None:
     passes = cut(tokens, room, data.draw(st.integers(0, room - 1)))
-    owned = [_owned(passes, index) for index in range(len(passes))]
-    assert [place for a, b in owned for place in range(a, b)] == list(range(tokens))
-    for (start, stop), (first, last) in zip(passes, owned, strict=True):
+    own = [owned(passes, index) for index in range(len(passes))]
+    assert [place for a, b in own for place in range(a, b)] == list(range(tokens))
+    for (start, stop), (first, last) in zip(passes, own, strict=True):
         assert start <= first <= last <= stop
         assert stop - start == min(room, tokens)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.tasks.embed import Span, cut
+from longspan.tasks.embed import Span, cut, owned
 from longspan.train.finetuning import Finetuning, TooLong
 
 _AT_ONCE = 64  # documents that are tokenised together
@@ -148,10 +148,8 @@ def pieces(
     spans = spans[:1] if policy == "head" else spans
     made = []
     for index, (start, stop) in enumerate(spans):
-        first = 0 if index == 0 else (start + spans[index - 1][1]) // 2
-        last = stop if index == len(spans) - 1 else (spans[index + 1][0] + stop) // 2
         ids = np.concatenate([front, document[start:stop], template.after]).astype(np.int64)
-        made.append(Piece(ids, len(front), (start, stop), (first, last)))
+        made.append(Piece(ids, len(front), (start, stop), owned(spans, index)))
     return made
 
 

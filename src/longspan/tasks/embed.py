@@ -162,7 +162,7 @@ def read(
             states = output.new_empty(len(tokens), output.shape[2])
         for index, row in enumerate(output, start=done):
             start = passes[index][0]
-            first, last = _owned(passes, index)
+            first, last = owned(passes, index)
             states[first:last] = row[first - start : last - start]
         if progress is not None:
             progress(min(done + batch_size, len(passes)), len(passes))
@@ -178,7 +178,7 @@ def cut(tokens: int, room: int, overlap: int) -> list[Span]:
     return [(start, start + room) for start in starts]
 
 
-def _owned(passes: Sequence[Span], index: int) -> Span:
+def owned(passes: Sequence[Span], index: int) -> Span:
     """The tokens whose state is taken from a pass: up to the middle of each overlap."""
     start, stop = passes[index]
     first = 0 if index == 0 else (start + passes[index - 1][1]) // 2
