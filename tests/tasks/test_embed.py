@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,15 @@ def test_paragraphs_hold_everything(text: str, most: int) -> None:
 def test_paragraphs_join_headings() -> None:
     text = "Heading\n=======\n\n" + "Words. " * 60 + "\n\nNext one is long enough. " + "More. " * 60
     assert [text[a:b][:7] for a, b in paragraphs(text)] == ["Heading", "Next on"]
+
+
+def test_paragraphs_of_a_long_text_take_little_memory() -> None:
+    text = ("word " * 15 + "end.\n") * 5000  # one paragraph
+    tracemalloc.start()
+    paragraphs(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * len(text)
 
 
 def test_ranking(tiny: tuple[Any, Any, Any]) -> None:

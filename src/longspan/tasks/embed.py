@@ -195,7 +195,8 @@ def paragraphs(text: str, least: int = 300, most: int = 1500) -> list[Span]:
     """
     sentence = rf"\S.{{0,{most - 2}}}?(?:[.!?](?=\s)|(?=\n)|\Z)|\S.{{0,{most - 1}}}"
     units: list[Span] = []
-    for block in re.finditer(r"\S(?:[^\n]|\n(?!\s*\n))*", text):
+    # Line by line: what `re` repeats it remembers, and characters would be too many.
+    for block in re.finditer(r"\S[^\n]*(?:\n(?!\s*\n)[^\n]*)*", text):
         start, stop = block.start(), block.start() + len(block[0].rstrip())
         if stop - start <= most:
             units.append((start, stop))
