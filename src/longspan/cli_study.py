@@ -258,10 +258,12 @@ def _summaries(
             make_start(recipe, folder, practised=how["practised"], sizes=sizes, console=console)
             return
         result = carry_out(recipe, folder, lengths=read, sizes=sizes, console=console, **how)
-        write_json(known, describe(result))
+        found = describe(result)  # the file may be that of a process beside this one by now
+        write_json(known, found)
     elif not known.exists():
         raise ValueError(f"give --data FILE; {known}, what could be scored without, is not there")
-    found = read_json(known)
+    else:
+        found = read_json(known)
     try:
         found = score(found, folder)
     except ValueError as error:  # rouge-score is missing

@@ -31,6 +31,19 @@ def test_splits_are_disjoint_by_row_and_follow_the_seed(tmp_path):
     assert read_examples(other, understand) != splits
 
 
+def test_rows_about_the_same_stay_together(tmp_path):
+    """As with a row for each question about a text."""
+    source = Examples(train=table(tmp_path / "a.csv", 60))
+    splits = read_examples(source, understand, about=lambda one: abs(one) % 20)
+    texts = [{abs(one) % 20 for one in split} for split in splits]
+    assert [len(split) for split in splits] == [96, 12, 12]
+    assert sum(map(len, texts)) == len(set.union(*texts)) == 20
+    # Where each row is about something else, nothing changes.
+    assert read_examples(source, understand, about=abs) == read_examples(source, understand)
+    with pytest.raises(ValueError, match="no example for train: 1 texts are too few"):
+        read_examples(source, understand, about=lambda _: 0)
+
+
 def test_files_of_their_own_are_taken_whole(tmp_path):
     source = Examples(
         train=table(tmp_path / "a.csv", 20),

@@ -1,5 +1,6 @@
 """What layers take in while training: explicit, saved, and the same after a pause."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -118,6 +119,22 @@ def test_parts_of_a_batch_are_taken_in_together(build, kind):
     steps = [int(buffer) for name, buffer in found[1].items() if name.endswith("steps")]
     assert steps == [4, 4]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+@every_model
+def test_a_model_is_copied_in_the_middle_of_a_step(build, kind):
+    """As for a mean of its weights; the copy has nothing to take in."""
+    model = build(kind).train()
+    ids = torch.randint(3, 30, (2, 25))
+    model(ids, labels=ids).loss.backward()
+    again = copy.deepcopy(model)
+    refresh(again)
+    refresh(model)
+    steps = [
+        [int(buffer) for name, buffer in one.named_buffers() if name.endswith("steps")]
+        for one in (model, again)
+    ]
+    assert steps == [[1, 1], [0, 0]]
 
 
 @every_model

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tasks.finetuned import QUIET, by_heart, offered, recipe
+from tasks.finetuned import QUIET, all_splits, by_heart, offered, recipe
 from tasks.tiny import tiny_checkpoint
 from torch.nn.functional import cross_entropy
 
@@ -111,7 +111,7 @@ def test_the_layout_is_wikihops(tmp_path):
     path = tmp_path / "a.jsonl"
     row = {"text": ["the river", "in a house"], "question": "when?", "choices": ["cat", "dog"]}
     path.write_text((json.dumps(row | {"answer": "dog"}) + "\n") * 8)
-    task = Choice(recipe("choice", tmp_path, data__train=str(path), model__length=40))
+    task = Choice(recipe("choice", tmp_path, **all_splits(path), model__length=40))
     batch = task.collate(task.asked.train[:2])
     tokens = task.tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist())
     expected = (
@@ -213,7 +213,7 @@ def test_it_learns_by_heart_and_predicts(tmp_path):
     assert use(" ", question="when?", choices=["a", "b"]) == {"skipped": "the text is empty"}
     with pytest.raises(ValueError, match="choice needs choices"):
         use("the cat", question="when?")
-    with pytest.raises(ValueError, match="question and choices have 108 tokens, which leaves room"):
+    with pytest.raises(ValueError, match="question with its choices of 108 tokens leaves room"):
         use("the cat", question="when " * 100, choices=["cat", "dog"])
 
 
@@ -241,12 +241,13 @@ def test_a_run_goes_on_to_the_same_losses(tmp_path):
 
 
 def test_race_rows_are_predicted_question_by_question(tmp_path):
-    made = recipe("choice", tmp_path, epochs=0.5, data__columns={**RACE, "id": "id"})
     path = tmp_path / "race.jsonl"
     row = {"id": "r", "article": "the cat is in the house", "questions": ["when?", "why?"]}
     row |= {"options": [["cat", "dog"], ["house", "river"]], "answers": ["A", "A"]}
     path.write_text((json.dumps(row) + "\n") * 6)
-    made = change(made, {"data.train": str(path), "model.length": 40})
+    columns = {**RACE, "id": "id"}
+    how = {"epochs": 0.5, "data__columns": columns, "model__length": 40}
+    made = recipe("choice", tmp_path, **all_splits(path), **how)
     finetune(make_task(made), tmp_path / "run", console=QUIET)
     del row["answers"]
     path.write_text(json.dumps(row) + "\n")
@@ -268,9 +269,7 @@ def test_bad_examples_are_counted_or_refused(tmp_path):
         Choice(recipe("choice", tmp_path, data__train=str(path)))
     long = json.loads(lines[0]) | {"question": "when " * 90}
     path.write_text("\n".join([*lines, json.dumps(long)]))
-    with pytest.raises(
-        ValueError, match=r"which leaves room for 0 of the text in model\.length=24"
-    ):
+    with pytest.raises(ValueError, match=r"leaves room for 0 of the text in model\.length=24"):
         Choice(recipe("choice", tmp_path, data__train=str(path)))
     with pytest.raises(ValueError, match=r"documents .* are refused"):
         Choice(recipe("choice", tmp_path, too_long="refuse"))

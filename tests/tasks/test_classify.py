@@ -228,6 +228,8 @@ def test_what_cannot_be_learned_is_said(tmp_path):
         data__columns={"text": "words"},
     )
     refused("give --model", model__source=None)
+    nothing = {"model__freeze": "all-but-positions", "optimizer__weight_decay": 0.0}
+    refused("needs no new positions for 24 tokens", **nothing)
     refused("measure=f2: choose from", measure="f2")
     refused("say which by data.positive", measure="f1")
     refused("data.positive='cow' is none of 'cat', 'dog'", data__positive="cow")

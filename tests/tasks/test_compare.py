@@ -39,13 +39,9 @@ def animals(path, first, last, count=120):
 
 def toy(tmp_path, first, last, **changes):
     settings = {"epochs": 10.0, "too_long": "split", "evaluation__every": 0, "measure": "accuracy"}
-    settings |= {"model__length": 64, "data__test_share": 0.3}
+    settings |= {"model__length": 64, "data__test_share": 0.3} | changes
     return recipe(
-        "classify",
-        tmp_path,
-        data__train=animals(tmp_path / "t.csv", first, last),
-        **settings,
-        **changes,
+        "classify", tmp_path, data__train=animals(tmp_path / "t.csv", first, last), **settings
     )
 
 
@@ -83,11 +79,18 @@ def test_contenders_differ_in_reading_alone(tmp_path):
     short = found[CHUNKS]
     assert (short.model.length, short.model.window, short.too_long) == (16, 32, "split")
     assert short.overlap == 4
-    assert found[FIRST].too_long == "head"
+    assert (found[FIRST].too_long, found[FIRST].overlap) == ("head", 4)  # it must leave room
     assert (found[WINDOW].model.global_tokens, found[WINDOW].model.pooling) == ("none", "mean")
     assert found[GLOBAL] == made
     with pytest.raises(ValueError, match=r"short=64 must be .* below model\.length=64"):
         compare(made, tmp_path / "out", short=64, console=QUIET)
+
+
+def test_what_cannot_be_read_is_said_before_training(tmp_path, monkeypatch):
+    made = replace(toy(tmp_path, 0, 5, model__length=24), too_long="refuse")
+    monkeypatch.setattr(comparing, "finetune", lambda *_, **__: pytest.fail("it trained"))
+    with pytest.raises(ValueError, match="more than 22 tokens"):
+        compare(made, tmp_path / "out", short=16, console=QUIET)
 
 
 def mean(sheet):

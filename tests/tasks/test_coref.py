@@ -268,6 +268,14 @@ def test_bad_rows_are_named(changes, message):
         read_words(Row("told.jsonl, line 3", values | changes), {})
 
 
+@pytest.mark.parametrize(("columns", "name"), [({"id": "key"}, "k"), ({}, "0")])
+def test_documents_have_the_ids_of_their_column(columns, name):
+    row = Row("here", {"id": 0, "key": "k", "sentences": [["cat"]]})
+    found = read_words(row, columns)
+    assert found is not None
+    assert found.id == name
+
+
 def test_odd_rows_are_counted():
     skips = Skips()
     values = {"sentences": [["the", "cat"]], "clusters": [[[0, 1]], [[0, 1], [1, 1]], [[0, 1]]]}

@@ -1,6 +1,8 @@
 """Passages embedded in their context: exact characters, exact states, nothing left out."""
 
+import copy
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tasks.tiny import load_tiny, story, tiny_checkpoint
 from torch.nn.functional import normalize
+from transformers import AutoConfig, AutoModel
 
 import longspan
 from longspan.data.tables import Row
-from longspan.tasks.embed import _owned, cut, embed, embed_query, paragraphs, read
+from longspan.tasks.embed import (
+    Reading,
+    cut,
+    embed,
+    embed_query,
+    longest,
+    owned,
+    paragraphs,
+    read,
+)
 from longspan.tasks.embedder import Embedder
 from longspan.tasks.lines import remarks, write_lines
 
@@ -102,9 +114,9 @@ def test_batches_change_nothing(tiny: tuple[Any, Any, Any]) -> None:
 @given(st.integers(1, 300), st.integers(1, 60), st.data())
 def test_passes_cover_every_token_once(tokens: int, room: int, data: st.DataObject) -> None:
     passes = cut(tokens, room, data.draw(st.integers(0, room - 1)))
-    owned = [_owned(passes, index) for index in range(len(passes))]
-    assert [place for a, b in owned for place in range(a, b)] == list(range(tokens))
-    for (start, stop), (first, last) in zip(passes, owned, strict=True):
+    own = [owned(passes, index) for index in range(len(passes))]
+    assert [place for a, b in own for place in range(a, b)] == list(range(tokens))
+    for (start, stop), (first, last) in zip(passes, own, strict=True):
         assert start <= first <= last <= stop
         assert stop - start == min(room, tokens)
 
@@ -123,6 +135,15 @@ def test_paragraphs_join_headings() -> None:
     assert [text[a:b][:7] for a, b in paragraphs(text)] == ["Heading", "Next on"]
 
 
+def test_paragraphs_of_a_long_text_take_little_memory() -> None:
+    text = ("word " * 15 + "end.\n") * 5000  # one paragraph
+    tracemalloc.start()
+    paragraphs(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * len(text)
+
+
 def test_ranking(tiny: tuple[Any, Any, Any]) -> None:
     model, _, tokenizer = tiny
     text = "the cat sleeps\n\nthe river floods\n\nthe  cat sleeps"
@@ -138,6 +159,42 @@ def test_a_span_without_tokens_is_close_to_nothing(tiny: tuple[Any, Any, Any]) -
     found = embed(model, tokenizer, "cat   dog", [(3, 6), (0, 3)])
     assert found.vectors[0].abs().max() == 0
     assert found.vectors[1].norm() == pytest.approx(1.0)
+
+
+def test_a_word_may_bring_its_space() -> None:
+    """Tokens of ModernBERT's tokenizer, among others, begin with the space before their word."""
+    text, states = "cat  dog house", torch.eye(4)
+    reading = Reading(text, states, [(0, 3), (3, 4), (4, 8), (8, 14)], [(0, 4)])
+    found = reading.pool([(0, 3), (5, 8), (9, 14), (3, 5)])
+    torch.testing.assert_close(found, states[[0, 2, 3, 1]])
+
+
+def test_half_precision_can_be_asked(tiny: tuple[Any, Any, Any]) -> None:
+    model, tokenizer = copy.deepcopy(tiny[1]).bfloat16(), tiny[2]
+    found = embed(model, tokenizer, "the cat sleeps", [(0, 14)])
+    asked = embed_query(model, tokenizer, "the cat sleeps")
+    assert asked.dtype == found.vectors.dtype == torch.float32
+    assert found.ranked(asked)[0][1] > 0.9
+
+
+@pytest.mark.parametrize(("kind", "room"), [("roberta", 30), ("mpnet", 30), ("bert", 32)])
+def test_rows_of_a_table_that_are_no_positions(
+    kind: str, room: int, tiny: tuple[Any, Any, Any]
+) -> None:
+    """RoBERTa's first position is the third row of its table."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=len(tiny[2]),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=32,
+        pad_token_id=1,
+    )
+    model = AutoModel.from_config(config).eval()
+    assert longest(model) == room
+    assert len(read(model, tiny[2], story(20)).passes) > 3
 
 
 def test_wrong_input_is_named(tiny: tuple[Any, Any, Any], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Answers with evidence over several paragraphs: formats, layout, decoding, stages, measures."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -296,7 +297,7 @@ def test_two_stages(tmp_path):
     assert again["test"] == pytest.approx(results["test"])
     after = [(folder / "metrics.jsonl").read_bytes() for folder in (first, tmp_path / "run")]
     assert before == after
-    with pytest.raises(ValueError, match="chooser holds a run already"):
+    with pytest.raises(ValueError, match="run holds a run already"):
         finetune(make_task(made), tmp_path / "run", console=QUIET)
     with pytest.raises(ValueError, match="chooser holds no run to resume"):
         finetune(make_task(made), tmp_path / "other", resume=True, console=QUIET)
@@ -315,6 +316,21 @@ def test_a_second_stage_goes_on(tmp_path):
     results = finetune_seeds(task, tmp_path / "run", 1, resume=True, console=QUIET)
     assert (chooser / "metrics.jsonl").read_bytes() == done
     assert "joint_f1" in results["test"]
+
+
+def test_a_first_stage_is_not_carried_out_in_vain(tmp_path):
+    made = toy(tmp_path, hops__stages=2, epochs=0.5)
+    task, run = make_task(made), tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.json").write_text("{}")
+    with pytest.raises(ValueError, match="run holds a run already"):
+        finetune(task, run, console=QUIET)
+    assert not (run / "chooser").exists()
+    # Nor is one gone on from that had other settings.
+    finetune(task.before(), tmp_path / "other" / "chooser", console=QUIET)
+    changed = make_task(replace(made, learning_rate=1e-5))
+    with pytest.raises(ValueError, match=r"chooser was done with other settings \(learning_rate"):
+        finetune(changed, tmp_path / "other", resume=True, console=QUIET)
 
 
 def test_the_best_paragraphs_are_chosen(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tasks.finetuned import QUIET, asked, recipe
+from tasks.finetuned import QUIET, all_splits, asked, recipe
 from torch.nn.functional import cross_entropy
 
 import longspan
@@ -141,7 +141,7 @@ def test_answers_are_found_at_their_characters(tmp_path):
     answers = [{"text": one, "start": text.index(one)} for one in wanted]
     qas = [{"question": "why?", "answers": [one]} for one in answers]
     path.write_text((json.dumps({"text": text, "qas": qas}) + "\n") * 12)
-    task = Spans(recipe("spans", tmp_path, data__train=str(path)))
+    task = Spans(recipe("spans", tmp_path, **all_splits(path)))
     for question, own in zip(task.questions.train, task.asked.train, strict=True):
         offsets = own.document.offsets
         start, stop = offsets[own.starts[0], 0], offsets[own.ends[0], 1]
@@ -199,12 +199,23 @@ def test_answers_that_are_not_there():
         read({**flat, "answers": {"text": [None], "answer_start": [4]}})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"answers__longest": 0}, {"answers__best": 0}, {"evaluation__limit": -3}, {"data__limit": -3}],
+)
+def test_numbers_that_no_evaluation_can_do_with(wrong, tmp_path):
+    """Said before training, not at the end of its first pass."""
+    name = next(iter(wrong)).replace("__", r"\.")
+    with pytest.raises(ValueError, match=rf"{name}=.* must"):
+        Spans(recipe("spans", tmp_path, **wrong))
+
+
 def test_a_question_beyond_the_model_is_found_before_training(tmp_path):
     path, long = tmp_path / "long.jsonl", "when " * 20
     rows = [{"text": "the cat", "question": q, "answers": "cat"} for q in ["why?"] * 19 + [long]]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"'when .*: a question of 20 tokens leaves room for 1 of"):
-        Spans(recipe("spans", tmp_path, data__train=str(path), overlap=2))
+        Spans(recipe("spans", tmp_path, **all_splits(path), overlap=2))
 
 
 def test_a_document_has_room_beside_its_own_question(tmp_path):
@@ -213,7 +224,7 @@ def test_a_document_has_room_beside_its_own_question(tmp_path):
     made = [{"text": "the " * 18 + "cat", "question": "why?", "answers": "cat"}] * 10
     made += [{"text": "the cat", "question": "when " * 10, "answers": "cat"}] * 10
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
-    task = Spans(recipe("spans", tmp_path, data__train=str(path), too_long="refuse"))
+    task = Spans(recipe("spans", tmp_path, **all_splits(path), too_long="refuse"))
     assert (task.reach.documents, task.reach.too_long) == (2, 0)
 
 
@@ -266,6 +277,24 @@ def test_triviaqa_takes_the_best_document():
     answers = [answer("cow", 1.0), answer("Cats", 2.0), answer("a dog", 0.0)]
     assert measure(questions, answers, "triviaqa", -9.0)["exact"] == 1.0
     assert measure(questions, answers, "squad", -9.0)["exact"] == pytest.approx(2 / 3)
+
+
+def test_the_threshold_is_best_for_questions_not_for_documents():
+    """One of a question's documents may lack the answer that another has."""
+    questions = [question([], "1"), question(["cat"], "1"), question([], "2")]
+    answers = [answer("cat", 3.0), answer("cat", 2.0), answer("dog", 2.5)]
+    best = best_threshold(questions, answers, "triviaqa")
+    assert measure(questions, answers, "triviaqa", best)["f1"] == 1.0
+
+
+def test_a_text_is_in_one_split_whatever_is_asked_of_it(tmp_path):
+    path = tmp_path / "flat.jsonl"
+    rows = [{"text": f"cat {n // 4} dog", "question": "why?", "answers": "cat"} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Spans(recipe("spans", tmp_path, data__train=str(path)))
+    texts = [{one.text for one in split} for split in task.questions]
+    assert [len(own) for own in texts] == [8, 1, 1]
+    assert not texts[0] & (texts[1] | texts[2])
 
 
 def test_head_leaves_answers_unread(tmp_path):

@@ -103,6 +103,22 @@ def test_what_a_kill_left_unfinished_is_not_built_upon(tmp_path):
     assert not (last / "state-1.safetensors").exists()
 
 
+def test_a_file_may_be_written_by_several_processes(tmp_path, monkeypatch):
+    """As by the arms of a study that run side by side."""
+    path, rename = tmp_path / "found.json", os.replace
+
+    def overtaken(source, target):
+        monkeypatch.setattr(os, "replace", rename)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        checkpoint.write_text(target, "the other's")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", overtaken)
+    checkpoint.write_text(path, "mine")
+    assert path.read_text() == "mine"
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_a_folder_has_one_process_at_a_time(tmp_path):
     """Also where the other was thought to be dead, and is about to write a checkpoint."""
     made = recipe("window", steps=1, save_every=1)

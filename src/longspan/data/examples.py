@@ -1,6 +1,6 @@
 """Examples for a task: which file and columns they come from, and how they are split."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -75,16 +75,20 @@ def read_examples(
     source: Examples,
     understand: Callable[[Row], Iterator[Example]],
     skips: Skips | None = None,
+    about: Callable[[Example], Hashable] | None = None,
 ) -> Splits[Example]:
     """All examples of a source; `understand` makes any number of them of a row, and enters in
     `skips` what it left out.
 
-    A row's examples stay in one split: questions about a document that is trained on would not
-    measure anything.
+    A row's examples stay in one split, and so do rows that are `about` the same, as tables have it
+    with a row for each question: questions about a document that is trained on would not measure
+    anything.
     """
     if source.train is None:
         raise ValueError("there is nothing to train on: give --data FILE")
     rows = _read(source.train, understand)
+    if about is not None:
+        rows = _joined(rows, about)
     order = np.random.default_rng(source.split_seed).permutation(len(rows))
     parts = {}
     for name in ("valid", "test"):
@@ -104,7 +108,7 @@ def read_examples(
             own = None if name == "train" else getattr(source, name)
             raise ValueError(
                 f"{own or source.train} leaves no example for {name}"
-                + ("" if own else f": {len(rows)} rows are too few")
+                + ("" if own else f": {len(rows)} {'texts' if about else 'rows'} are too few")
                 + "".join(f"; {line}" for line in (skips.lines() if skips else ()))
             )
     return splits
@@ -113,6 +117,14 @@ def read_examples(
 def _read(path: str, understand: Callable[[Row], Iterator[Example]]) -> list[list[Example]]:
     """The examples of each row that has any."""
     return [found for row in read_rows(path) if (found := list(understand(row)))]
+
+
+def _joined(rows: list[list[Example]], about: Callable[[Example], Hashable]) -> list[list[Example]]:
+    """Rows about the same as one, where the first of them stands."""
+    found: dict[Hashable, list[Example]] = {}
+    for row in rows:
+        found.setdefault(about(row[0]), []).extend(row)
+    return list(found.values())
 
 
 def _few(rows: list[list[Example]], source: Examples) -> list[Example]:

@@ -10,6 +10,8 @@ was taken in stands in buffers, saved with the weights, and between steps nothin
 run that goes on from a checkpoint goes on to the same numbers.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,6 +54,10 @@ class Observing(Refreshed):
 
     _noted: tuple[Tensor, Tensor | None] | None = None
     _parts: tuple[Tensor, ...] = ()  # of the step: states [any number, dim]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has seen nothing yet; what this one noted hangs on a graph, which has none."""
+        return {n: own for n, own in self.__dict__.items() if n not in ("_noted", "_parts")}
 
     def note(self, hidden: Tensor, valid: Tensor | None = None) -> None:
         """[batch, tokens, dim] and which of these are no padding; nothing outside training."""

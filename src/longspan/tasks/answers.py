@@ -90,11 +90,9 @@ def measure(
 
     In TriviaQA's style the best answer of all documents that share a question's id is taken.
     """
-    pairs = list(zip(questions, answers, strict=True))
-    if style == "triviaqa":
-        pairs = _by_question(pairs)
-    each = scores([one for one, _ in pairs], [own for _, own in pairs], style, threshold)
-    has = np.array([bool(question.right) for question, _ in pairs])
+    questions, answers = _counted(questions, answers, style)
+    each = scores(questions, answers, style, threshold)
+    has = np.array([bool(question.right) for question in questions])
     found = {"exact": float(each[:, 0].mean()), "f1": float(each[:, 1].mean())}
     for name, chosen in (("answerable", has), ("unanswerable", ~has)):
         if chosen.any():
@@ -115,8 +113,9 @@ def scores(
 
 
 def best_threshold(questions: Sequence[Question], answers: Sequence[Answer], style: Style) -> float:
-    """The margin at which F1 is highest when all answers below it are withheld; of several equally
-    good ones, that nearest to 0."""
+    """The margin at which F1, as `measure` has it, is highest when all answers below it are
+    withheld; of several equally good ones, that nearest to 0."""
+    questions, answers = _counted(questions, answers, style)
     gains = []
     for question, own in zip(questions, answers, strict=True):
         given = answer_scores(own.text, question.right, style)[1]
@@ -138,14 +137,20 @@ def best_threshold(questions: Sequence[Question], answers: Sequence[Answer], sty
     return min(found, key=abs)
 
 
-def _by_question(pairs: list[tuple[Question, Answer]]) -> list[tuple[Question, Answer]]:
-    """One pair for each id: the likeliest answer, and the right answers of all its documents."""
+def _counted(
+    questions: Sequence[Question], answers: Sequence[Answer], style: Style
+) -> tuple[Sequence[Question], Sequence[Answer]]:
+    """What is measured: in TriviaQA's style, for each id the likeliest answer, and beside it the
+    right answers of all its documents."""
+    if style != "triviaqa":
+        return questions, answers
     groups: dict[str, list[tuple[Question, Answer]]] = {}
-    for question, own in pairs:
+    for question, own in zip(questions, answers, strict=True):
         groups.setdefault(question.id, []).append((question, own))
-    made = []
+    asked, given = [], []
     for group in groups.values():
         question, own = max(group, key=lambda pair: pair[1].margin)
         right = tuple(dict.fromkeys(text for one, _ in group for text in one.right))
-        made.append((question._replace(right=right), own))
-    return made
+        asked.append(question._replace(right=right))
+        given.append(own)
+    return asked, given

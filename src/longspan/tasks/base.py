@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Order, Splits
 from longspan.data.tables import Row
 from longspan.tasks.documents import Reach, make_template
+from longspan.tasks.start import check_freeze
 from longspan.train.finetuning import Finetuning, check, planned
 from longspan.train.recipe import Phase
 
@@ -134,4 +135,6 @@ def check_recipe(recipe: Finetuning, measures: Sequence[str]) -> str:
         raise ValueError(f"model.new: {recipe.task} starts from a checkpoint; classify need not")
     if recipe.model.source is None:
         raise ValueError("there is no model to start from: give --model FOLDER or a hub name")
+    if recipe.task != "summarize":  # whose models cannot be frozen in part at all
+        check_freeze(recipe.model)
     return recipe.model.source

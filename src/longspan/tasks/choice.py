@@ -23,9 +23,9 @@ from longspan.tasks.choices import Offer, read_offer, unfold_offers
 from longspan.tasks.documents import (
     Reach,
     Template,
-    beyond,
+    check_room,
+    cut_off,
     make_template,
-    pieces,
     reach,
     read_whole,
 )
@@ -104,17 +104,10 @@ class Chooser:
 
     def check_length(self, asked: Sequence[Asked]) -> Reach:
         """How many questions do not fit with their text, or an error if none may."""
-        length, overlap = self.recipe.model.length, self.recipe.overlap
+        words = "text", "a question with its choices"
         for one in asked:
-            room = length - len(one.front) - self.template.size
-            if room <= overlap:
-                raise ValueError(
-                    f"{self.tokenizer.decode(one.front[1:12])!r} ...: question and choices have "
-                    f"{len(one.front):,} tokens, which leaves room for {max(room, 0):,} of the "
-                    f"text in model.length={length:,}: shorten them, or give a larger model.length "
-                    f"(overlap={overlap} has to be smaller than that room)"
-                )
-        found = reach([self.size(one) for one in asked], length)
+            check_room(one.front, self.recipe, self.template, self.tokenizer, *words)
+        found = reach([self.size(one) for one in asked], self.recipe.model.length)
         found.check(self.recipe.too_long)
         return found
 
@@ -180,13 +173,9 @@ class Chooser:
                 for text, chance in zip(offer.choices, chances.tolist(), strict=True)
             ]
             chosen = {"answer": offer.choices[best], "choice": best, "candidates": candidates}
-            made.append({**chosen, **self._beyond(asked[0])})
+            unread = cut_off(asked[0].document, self.recipe, self.template, asked[0].front)
+            made.append({**chosen, **unread})
         return made
-
-    def _beyond(self, asked: Asked) -> dict[str, int]:
-        settings = self.recipe.model.length, self.template, self.recipe.too_long
-        cuts = pieces(asked.document, *settings, self.recipe.overlap, asked.front)
-        return beyond(len(asked.document), cuts)
 
 
 class Choice(Chooser, QuestionTask):
@@ -201,7 +190,9 @@ class Choice(Chooser, QuestionTask):
         super().__init__(recipe, tokenizer)
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure)
-        self.offers = read_examples(recipe.data, self._understand, self.skips)
+        self.offers = read_examples(
+            recipe.data, self._understand, self.skips, about=lambda one: one.texts
+        )
         self.asked = Splits(*(self.encode(split) for split in self.offers))
         self._settle(recipe)
 

@@ -18,7 +18,7 @@ from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForSequenceClassification
 from longspan.tasks.base import DocumentReader, ExampleTask, check_measure, check_recipe
-from longspan.tasks.documents import beyond, pieces, reach, read_whole, token_ids
+from longspan.tasks.documents import cut_off, reach, read_whole, token_ids
 from longspan.tasks.measures import label_measures
 from longspan.tasks.start import build_model, build_new, configure_new, load_tokenizer
 from longspan.tasks.vocabulary import make_tokenizer
@@ -76,17 +76,11 @@ class Classifier(DocumentReader):
             batch = {k: v.to(model.device) for k, v in self.collate(wanted).items()}
             found = iter(self.probabilities(self.logits(model, batch, len(wanted))).tolist())
         return [
-            {**self._describe(model, next(found)), **self._beyond(own)}
+            {**self._describe(model, next(found)), **cut_off(own, self.recipe, self.template)}
             if len(own)
             else {"skipped": _EMPTY}
             for own in tokens
         ]
-
-    def _beyond(self, ids: np.ndarray) -> dict[str, int]:
-        if len(ids) <= self.room:
-            return {}
-        settings = self.recipe.model.length, self.template, self.recipe.too_long
-        return beyond(len(ids), pieces(ids, *settings, self.recipe.overlap))
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return logits.sigmoid() if self.recipe.data.several else logits.softmax(dim=-1)

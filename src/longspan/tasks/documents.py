@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.tasks.embed import Span, cut
+from longspan.tasks.embed import Span, cut, owned
 from longspan.train.finetuning import Finetuning, TooLong
 
 _AT_ONCE = 64  # documents that are tokenised together
@@ -148,10 +148,8 @@ def pieces(
     spans = spans[:1] if policy == "head" else spans
     made = []
     for index, (start, stop) in enumerate(spans):
-        first = 0 if index == 0 else (start + spans[index - 1][1]) // 2
-        last = stop if index == len(spans) - 1 else (spans[index + 1][0] + stop) // 2
         ids = np.concatenate([front, document[start:stop], template.after]).astype(np.int64)
-        made.append(Piece(ids, len(front), (start, stop), (first, last)))
+        made.append(Piece(ids, len(front), (start, stop), owned(spans, index)))
     return made
 
 
@@ -162,6 +160,37 @@ def beyond(tokens: int, found: Sequence[Piece]) -> dict[str, int]:
     if unread > 0:
         return {"unread": unread}
     return {"pieces": len(found)} if len(found) > 1 else {}
+
+
+def cut_off(
+    document: np.ndarray,
+    recipe: Finetuning,
+    template: Template,
+    question: np.ndarray | None = None,
+) -> dict[str, int]:
+    """The same of a document that is read as the recipe says."""
+    settings = recipe.model.length, template, recipe.too_long, recipe.overlap
+    return beyond(len(document), pieces(document, *settings, question))
+
+
+def check_room(
+    front: np.ndarray,
+    recipe: Finetuning,
+    template: Template,
+    tokenizer: Any,
+    of: str,
+    what: str = "a question",
+) -> None:
+    """Raise if what stands before a text leaves too little room for that."""
+    length, overlap = recipe.model.length, recipe.overlap
+    room = length - len(front) - template.size
+    if room <= overlap:
+        raise ValueError(
+            f"{tokenizer.decode(front[:12], skip_special_tokens=True).strip()!r} ...: {what} of "
+            f"{len(front):,} tokens leaves room for {max(room, 0):,} of the {of} in "
+            f"model.length={length:,}: shorten it, or give a larger model.length "
+            f"(overlap={overlap} has to be smaller than that room)"
+        )
 
 
 def _cut_at(breaks: Sequence[int], tokens: int, room: int, overlap: int) -> list[Span]:

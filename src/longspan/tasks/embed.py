@@ -34,10 +34,11 @@ class Reading:
     def pool(self, spans: Sequence[Span]) -> Tensor:
         """[spans, dim]: the mean state of the tokens that begin in each span, of unit length.
 
-        Spans are characters of the text and may overlap. One without tokens, of control characters
-        say, has a vector of zeros, which is close to nothing.
+        Spans are characters of the text and may overlap. A token begins with its word, also where
+        the tokenizer has the space before that belong to it. A span without tokens, of control
+        characters say, has a vector of zeros, which is close to nothing.
         """
-        begins = [start for start, _ in self.offsets]
+        begins = [_first_character(self.text, *own) for own in self.offsets]
         vectors = self.states.new_zeros(len(spans), self.states.shape[1])
         for index, (start, stop) in enumerate(spans):
             if not 0 <= start <= stop <= len(self.text):
@@ -107,7 +108,7 @@ def embed_query(model: Any, tokenizer: Any, text: str) -> Tensor:
         raise ValueError(f"the question has {given.shape[1]} tokens, the model room for {most}")
     with torch.no_grad():
         states = model(input_ids=given, attention_mask=torch.ones_like(given)).last_hidden_state
-    return normalize(states[0].mean(dim=0), dim=0)
+    return normalize(states[0].float().cpu().mean(dim=0), dim=0)  # as passages are
 
 
 @torch.no_grad()
@@ -161,7 +162,7 @@ def read(
             states = output.new_empty(len(tokens), output.shape[2])
         for index, row in enumerate(output, start=done):
             start = passes[index][0]
-            first, last = _owned(passes, index)
+            first, last = owned(passes, index)
             states[first:last] = row[first - start : last - start]
         if progress is not None:
             progress(min(done + batch_size, len(passes)), len(passes))
@@ -177,7 +178,7 @@ def cut(tokens: int, room: int, overlap: int) -> list[Span]:
     return [(start, start + room) for start in starts]
 
 
-def _owned(passes: Sequence[Span], index: int) -> Span:
+def owned(passes: Sequence[Span], index: int) -> Span:
     """The tokens whose state is taken from a pass: up to the middle of each overlap."""
     start, stop = passes[index]
     first = 0 if index == 0 else (start + passes[index - 1][1]) // 2
@@ -194,7 +195,8 @@ def paragraphs(text: str, least: int = 300, most: int = 1500) -> list[Span]:
     """
     sentence = rf"\S.{{0,{most - 2}}}?(?:[.!?](?=\s)|(?=\n)|\Z)|\S.{{0,{most - 1}}}"
     units: list[Span] = []
-    for block in re.finditer(r"\S(?:[^\n]|\n(?!\s*\n))*", text):
+    # Line by line: what `re` repeats it remembers, and characters would be too many.
+    for block in re.finditer(r"\S[^\n]*(?:\n(?!\s*\n)[^\n]*)*", text):
         start, stop = block.start(), block.start() + len(block[0].rstrip())
         if stop - start <= most:
             units.append((start, stop))
@@ -214,7 +216,18 @@ def longest(model: Any) -> int:
     config = model.config
     if hasattr(config, "longest"):
         return config.longest or 2**31
-    return config.max_position_embeddings
+    # RoBERTa and its kin count from behind the row of padding.
+    reserved = [
+        table.padding_idx + 1
+        for name, table in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None
+    ]
+    return config.max_position_embeddings - max(reserved, default=0)
+
+
+def _first_character(text: str, start: int, stop: int) -> int:
+    """The first of text[start:stop] that is no white space, if any is none."""
+    return next((place for place in range(start, stop) if not text[place].isspace()), start)
 
 
 def _special_tokens(tokenizer: Any) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,12 @@ def name_of(length: int) -> str:
 def _start(recipe: Finetuning, folder: Path, positions: int, sizes: dict[str, Any]) -> Path:
     if not (folder / "config.json").exists():
         columns, skips = recipe.data.columns, Skips()
-        found = read_examples(recipe.data, lambda row: read_requests(row, columns, skips), skips)
+        found = read_examples(
+            recipe.data,
+            lambda row: read_requests(row, columns, skips),
+            skips,
+            about=lambda one: one.text,  # as `Summarize` has it
+        )
         texts = [part for one in found.train for part in (one.summary, one.question, one.text)]
     else:
         texts = []

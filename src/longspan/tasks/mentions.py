@@ -51,7 +51,7 @@ def read_words(row: Row, columns: Mapping[str, str], skips: Skips | None = None)
     them. Without it, column "text" is cut into words and sentences.
     """
     name = columns.get("sentences", "sentences")
-    identity = str(row.values.get("id") or row.where)
+    identity = row.values.get(columns.get("id", "id"))
     genre = row.values.get(columns.get("genre", "genre")) or ""
     if name not in row.values and columns.get("text", "text") in row.values:
         text = row.text(columns.get("text", "text"))
@@ -74,7 +74,7 @@ def read_words(row: Row, columns: Mapping[str, str], skips: Skips | None = None)
     known = [names.setdefault(one, len(names)) for one in speakers] or [0] * len(offsets)
     clusters = _clusters(row, columns.get("clusters", "clusters"), len(offsets), skips)
     return Words(
-        identity,
+        row.where if identity in (None, "") else str(identity),
         text,
         offsets,
         sentence.astype(np.int64),

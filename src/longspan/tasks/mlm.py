@@ -28,7 +28,7 @@ from longspan.tasks.documents import (
     token_ids,
     tokenize,
 )
-from longspan.tasks.start import build_model, check_freeze, has_head, load_tokenizer
+from longspan.tasks.start import build_model, has_head, load_tokenizer
 from longspan.train.finetuning import Finetuning, planned
 from longspan.train.task import Goal, Loss
 
@@ -112,7 +112,6 @@ class MaskedLM(Filler, ExampleTask):
                 f"{source} has no head that scores words: `longspan train mlm-head` with the same "
                 "--model and --data makes one; its run is then the --model"
             )
-        check_freeze(recipe.model)
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "), lower_is_better=True)
         self.skips = Skips()
         if documents is None:

@@ -22,7 +22,7 @@ from longspan.data.tables import Row
 from longspan.models import LongspanForMultihop
 from longspan.tasks.answers import best_answers
 from longspan.tasks.base import QuestionTask, check_recipe
-from longspan.tasks.documents import Reach, beyond, collate, reach
+from longspan.tasks.documents import Reach, beyond, check_room, collate, reach
 from longspan.tasks.evidence import Found, choose_evidence, describe, facts
 from longspan.tasks.hops import KINDS, Hop, read_hop
 from longspan.tasks.measures import joint_scores
@@ -73,17 +73,10 @@ class Reasoner:
 
     def check_length(self, asked: Sequence[Asked]) -> Reach:
         """How many questions do not fit with their paragraphs, or an error if none may."""
-        length, overlap = self.recipe.model.length, self.recipe.overlap
         for one in asked:
-            room = length - len(one.question) - self.template.size
-            if room <= overlap:
-                raise ValueError(
-                    f"{self.tokenizer.decode(one.question[1:12])!r} ...: a question of "
-                    f"{len(one.question):,} tokens leaves room for {max(room, 0):,} of the "
-                    f"paragraphs in model.length={length:,}: shorten it, or give a larger "
-                    f"model.length (overlap={overlap} has to be smaller than that room)"
-                )
-        found = reach([one.size + self.template.size for one in asked], length)
+            check_room(one.question, self.recipe, self.template, self.tokenizer, "paragraphs")
+        sizes = [one.size + self.template.size for one in asked]
+        found = reach(sizes, self.recipe.model.length)
         found.check(self.recipe.too_long)
         return found
 

@@ -21,9 +21,9 @@ from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, 
 from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.documents import (
     Tokens,
-    beyond,
+    check_room,
+    cut_off,
     make_template,
-    pieces,
     reach,
     read_whole,
     tokenize,
@@ -141,30 +141,18 @@ class Finder:
             except ValueError as error:
                 raise ValueError(f"{row.where}: {error}") from None
             answer = found.describe(text, document.offsets, self.threshold)
-            made.append({**answer, **self._beyond(asked)})
+            unread = cut_off(document.ids, self.recipe, self.template, question.ids)
+            made.append({**answer, **unread})
         return made
-
-    def _beyond(self, asked: Asked) -> dict[str, int]:
-        settings = self.recipe.model.length, self.template, self.recipe.too_long
-        cuts = pieces(asked.document.ids, *settings, self.recipe.overlap, asked.question)
-        return beyond(len(asked.document.ids), cuts)
 
     def check_length(self, asked: Sequence[Asked]) -> Any:
         """How many documents do not fit beside their questions, or an error if all have to."""
-        length, overlap = self.recipe.model.length, self.recipe.overlap
         sizes: dict[int, int] = {}
         for one in asked:
+            check_room(one.question, self.recipe, self.template, self.tokenizer, "document")
             size = len(one.question) + len(one.document.ids) + self.template.size
             sizes[id(one.document)] = max(size, sizes.get(id(one.document), 0))
-            room = length - len(one.question) - self.template.size
-            if room <= overlap:
-                raise ValueError(
-                    f"{self.tokenizer.decode(one.question[:12])!r} ...: a question of "
-                    f"{len(one.question):,} tokens leaves room for {max(room, 0):,} of the "
-                    f"document in model.length={length:,}: shorten it, or give a larger "
-                    f"model.length (overlap={overlap} has to be smaller than that room)"
-                )
-        found = reach(list(sizes.values()), length)
+        found = reach(list(sizes.values()), self.recipe.model.length)
         found.check(self.recipe.too_long)
         return found
 
@@ -180,7 +168,10 @@ class Spans(Finder, QuestionTask):
         self.skips = Skips()
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
         self.left_out = 0
-        self.questions = self._train_on(read_examples(recipe.data, self._understand, self.skips))
+        questions = read_examples(
+            recipe.data, self._understand, self.skips, about=lambda one: one.text
+        )
+        self.questions = self._train_on(questions)
         self._documents: dict[str, Tokens] = {}
         self.asked = Splits(*(self._encode(split) for split in self.questions))
         self._settle(recipe)

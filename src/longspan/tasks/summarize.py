@@ -182,7 +182,9 @@ class Summarize(Summarizer, ExampleTask):
         self.goal = Goal(recipe.measure, recipe.measure, lower_is_better=lower)
         self.rouge = None if lower else Rouge()
         self.skips = Skips()
-        examples = read_examples(recipe.data, self._understand, self.skips)
+        examples = read_examples(
+            recipe.data, self._understand, self.skips, about=lambda one: one.text
+        )
         self._known: dict[str, np.ndarray] = {}
         self.examples = Splits(*(self._encode(split) for split in examples))
         self._settle(recipe)

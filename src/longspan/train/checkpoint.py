@@ -36,9 +36,13 @@ _TO_MAIN = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def write_text(path: Path, content: str) -> None:
-    """The whole file or none of it."""
-    unfinished(path).write_text(content, encoding="utf8")
-    os.replace(unfinished(path), path)
+    """The whole file or none of it, also where several processes write it at once."""
+    own = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        own.write_text(content, encoding="utf8")
+        os.replace(own, path)
+    finally:
+        own.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:

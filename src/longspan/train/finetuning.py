@@ -253,6 +253,12 @@ def check(recipe: Finetuning) -> None:
     for name in ("updates", "warmup", "overlap", "alike", "seed", "minutes"):
         if getattr(recipe, name) < 0:
             raise ValueError(f"{name}={getattr(recipe, name)} must not be negative")
+    for name, limit in (("data", recipe.data.limit), ("evaluation", recipe.evaluation.limit)):
+        if limit < 0:
+            raise ValueError(f"{name}.limit={limit} must not be negative; 0 = all")
+    for name in ("longest", "best"):
+        if getattr(recipe.answers, name) < 1:
+            raise ValueError(f"answers.{name}={getattr(recipe.answers, name)} must be at least 1")
     blanks = recipe.answers.blanks
     if blanks is not None and not 0.0 <= blanks < math.inf:
         raise ValueError(f"answers.blanks={blanks} must be a number that is not negative, or none")
