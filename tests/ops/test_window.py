@@ -254,7 +254,11 @@ WRONG = [
     ({"dropout_p": 1.0}, ValueError, "dropout_p"),
     ({"scale": -1.0}, ValueError, "positive"),
     ({"scale": float("nan")}, ValueError, "positive"),
-    ({"backend": "cuda"}, ValueError, "choose from auto, triton, native, blocked, chunks, reference"),
+    (
+        {"backend": "cuda"},
+        ValueError,
+        "choose from auto, triton, native, blocked, chunks, reference",
+    ),
     ({"attention_mask": torch.ones(1, 9)}, ValueError, r"\(1, 10\), got \(1, 9\)"),
     ({"attention_mask": torch.zeros(1, 10)}, TypeError, "additive mask"),
     ({"attention_mask": [[1] * 10]}, TypeError, "torch.Tensor"),
