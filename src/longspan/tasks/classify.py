@@ -67,8 +67,8 @@ class Classifier(DocumentReader):
         for row, own in zip(rows, tokens, strict=True):
             if len(own) > self.room and self.recipe.too_long == "refuse":
                 raise ValueError(
-                    f"{row.where}: {len(own):,} tokens, the model reads {self.room:,}; with "
-                    "--too-long split it reads them in pieces"
+                    f"{row.where}: {len(own):,} tokens, the model reads {self.room:,}; "
+                    'with --too-long split (in Python too_long="split") it reads them in pieces'
                 )
         wanted = [own for own in tokens if len(own)]
         found: Iterator[Any] = iter(())
