@@ -206,6 +206,13 @@ def test_seeds_are_summed_up_and_resume(tmp_path):
         finetune_seeds(other, tmp_path / "runs", 2, resume=True, console=QUIET)
 
 
+def test_a_column_of_other_things_is_not_listed_whole(tmp_path):
+    data = tmp_path / "data.csv"
+    data.write_text("body,animal\n" + "".join(f"a cat,{number}\n" for number in range(100)))
+    with pytest.raises(ValueError, match=r"which no training example has; .* and \d+ more$"):
+        Classify(recipe("classify", tmp_path, data__train=str(data)))
+
+
 def test_too_long_is_refused_or_reported(tmp_path):
     made = recipe("classify", tmp_path, model__length=10)
     with pytest.raises(ValueError, match=r"60 of 60 documents \(100.0%\) have more than 8 tokens"):
