@@ -290,6 +290,18 @@ def test_recipes_are_listed() -> None:
         assert name in output
 
 
+def test_a_recipe_shows_what_can_be_set() -> None:
+    from longspan.recipes import FINETUNING, RECIPES, find_any
+    from longspan.train.recipe import change, leaves
+
+    shown = dict(line.split(None, 1) for line in invoke("recipes", "classify").splitlines()[2:])
+    assert (shown["epochs"].strip(), shown["model.length"].strip()) == ("5.0", "4096")
+    assert "did you mean classify?" in plain(invoke("recipes", "clasify", code=2))
+    for name in (*RECIPES, *FINETUNING):
+        recipe = find_any(name)
+        assert change(recipe, dict(leaves(recipe.to_dict()))) == recipe
+
+
 def test_training_mistakes_are_said_before_anything_starts(tmp_path: Path) -> None:
     assert "did you mean tiny?" in invoke("train", "tinny", code=2)
     assert "give --data PATH" in invoke("train", "enwik8-small", code=2)
@@ -376,7 +388,7 @@ def test_choosing_and_reasoning(tmp_path: Path) -> None:
     command += ["--text", "passage", "--question", "asked", "--choices", "offer"]
     command += ["--answers", "right", "--set", "data.separator=|", "--set", "model.length=24"]
     output = plain(invoke(*command, "--output", run))
-    assert "2 to 2 choices each" in output
+    assert "; 2 choices each" in output
     assert "are read in pieces" in output
     assert "test (step-00000002): accuracy" in output
     assert "12 rows in" in plain(invoke("predict", run, str(data)))
@@ -412,7 +424,7 @@ def test_pretraining_a_checkpoint_without_a_head(tmp_path: Path) -> None:
     assert "reach beyond a row and go on in the next" in output
     assert "valid (step-00000002): bits_per_character" in output
     (tmp_path / "new.csv").write_text("text\nthe a [MASK] was\n")
-    assert "1 rows in" in plain(invoke("predict", then, str(tmp_path / "new.csv")))
+    assert "1 row in" in plain(invoke("predict", then, str(tmp_path / "new.csv")))
 
 
 def plain(output: str) -> str:

@@ -161,7 +161,7 @@ def predict(
     except KeyboardInterrupt:
         console.print(f"stopped; the same command with --resume goes on with {target}")
         raise typer.Exit(130) from None
-    said = ", ".join([f"{count:,} rows in {target}", *remarks(target)])
+    said = ", ".join([f"{count:,} row{'s' * (count != 1)} in {target}", *remarks(target)])
     console.print(said, highlight=False, soft_wrap=True)
 
 
@@ -224,7 +224,7 @@ def embed(
     except KeyboardInterrupt:
         console.print(f"stopped; the same command with --resume goes on with {target}")
         raise typer.Exit(130) from None
-    said = ", ".join([f"{count:,} rows in {target}", *remarks(target)])
+    said = ", ".join([f"{count:,} row{'s' * (count != 1)} in {target}", *remarks(target)])
     console.print(said, highlight=False, soft_wrap=True)
 
 

@@ -12,15 +12,35 @@ commands = typer.Typer()
 
 
 @commands.command()
-def recipes() -> None:
-    """List the recipes that [bold]longspan train[/] knows."""
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One of them, with its settings.")] = None,
+) -> None:
+    """List the recipes that [bold]longspan train[/] knows, or what can be set in one of them.
+
+    [bold]longspan recipes classify[/] shows all that --set changes, and what it is otherwise.
+    """
+    from json import dumps
+
     from rich.table import Table
+    from rich.text import Text
 
-    from longspan.recipes import FINETUNING, RECIPES, summary
+    from longspan.recipes import FINETUNING, RECIPES, find_any, summary
+    from longspan.train.recipe import leaves
 
-    table = Table("recipe", "what it is", box=None, pad_edge=False)
-    for name in (*RECIPES, *FINETUNING):
-        table.add_row(name, summary(name))
+    if name is None:
+        table = Table("recipe", "what it is", box=None, pad_edge=False)
+        for one in (*RECIPES, *FINETUNING):
+            table.add_row(one, summary(one))
+    else:
+        try:
+            recipe = find_any(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        console_for_logs().print(summary(name), highlight=False)
+        table = Table("setting", "value", box=None, pad_edge=False)
+        for key, value in leaves(recipe.to_dict()):
+            # As --set takes it.
+            table.add_row(key, Text(value if isinstance(value, str) else dumps(value)))
     console_for_logs().print(table)
 
 
@@ -29,7 +49,11 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A name from [bold]longspan recipes[/].")],
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value, e.g. phases.0.steps=100; may be repeated."),
+        typer.Option(
+            "--set",
+            help="key=value, e.g. phases.0.steps=100; may be repeated. "
+            "[bold]longspan recipes RECIPE[/] shows what there is.",
+        ),
     ] = None,
     data: Annotated[
         Path | None,

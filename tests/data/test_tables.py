@@ -121,6 +121,8 @@ def test_squad(tmp_path):
         ("a.csv", b"", "is empty"),
         ("a.csv", b"a,a\n1,2\n", "line 1: two columns are called 'a'"),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", "line 3: 3 cells for 2 columns"),
+        ("a.csv", b'a;b\n"1";"2"\n', "line 1: one column, 'a;b', .* separated by ';'"),
+        ("a.tsv", b"a,b\n1,2\n", "line 1: one column, 'a,b', .* separated by ','"),
         ("a.csv", b'a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
         ("a.csv", b"a,b\n1,2\nZ\xfcrich,2\n", "line 3: not UTF-8 .byte 2 is 0xfc"),
         ("a.csv", "a,b\n1,2\n".encode("utf16"), "line 1: not UTF-8 .* iconv -f utf16 -t utf8"),

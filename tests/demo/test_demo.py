@@ -120,6 +120,14 @@ def test_page_shows_passages_as_they_are(found: Findings, tmp_path: Path) -> Non
     assert "<b>the dog" not in text  # what stands in a document is text, never markup
 
 
+def test_context_ends_with_a_word() -> None:
+    words = "word " * 60
+    assert report._whole_words(words + "x") == "word " * 48
+    assert report._whole_words("ab" + words) == "ab" + "word " * 47  # the next would be cut
+    assert report._whole_words("short") == "short"
+    assert report._whole_words("x" * 999) == "x" * 240
+
+
 def test_terminal(found: Findings) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     report.show(found, console)

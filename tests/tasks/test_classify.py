@@ -29,7 +29,7 @@ def test_it_learns_and_predicts(tmp_path):
     assert sum(found["scores"].values()) == pytest.approx(1.0)
     assert use("a dog is the river")["label"] == "dog"
     assert use(" ") == {"skipped": "the text is empty"}
-    with pytest.raises(ValueError, match=r"the input: .* tokens, the model reads 22"):
+    with pytest.raises(ValueError, match=r'the input: .* reads 22; .*too_long="split"'):
         use("dog " * 40)
     split = longspan.pipeline(tmp_path / "run", too_long="split")
     assert split("dog " * 40)["label"] == "dog"
@@ -204,6 +204,13 @@ def test_seeds_are_summed_up_and_resume(tmp_path):
     other = make_task(change(made, {"learning_rate": 1e-4}))
     with pytest.raises(ValueError, match=r"was done with other settings \(learning_rate, phases"):
         finetune_seeds(other, tmp_path / "runs", 2, resume=True, console=QUIET)
+
+
+def test_a_column_of_other_things_is_not_listed_whole(tmp_path):
+    data = tmp_path / "data.csv"
+    data.write_text("body,animal\n" + "".join(f"a cat,{number}\n" for number in range(100)))
+    with pytest.raises(ValueError, match=r"which no training example has; .* and \d+ more$"):
+        Classify(recipe("classify", tmp_path, data__train=str(data)))
 
 
 def test_too_long_is_refused_or_reported(tmp_path):

@@ -60,6 +60,8 @@ def test_what_stands_at_the_end_needs_long_context(tmp_path, monkeypatch):
     assert [path.suffix for path in written] == [".png", ".svg"]
     assert "beyond 16 tokens" in written[1].read_text()
     assert table(result).row_count == 4
+    measured = any(one.memory_mib is not None for one in result.contenders)
+    assert ("memory" in [column.header for column in table(result).columns]) == measured
 
     def never(*_, **__):
         raise AssertionError("it trained again")

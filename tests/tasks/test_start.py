@@ -13,5 +13,20 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
             look(tmp_path)
         with pytest.raises(ValueError, match=r"notes\.txt is a file; give the folder"):
             look(tmp_path / "notes.txt")
-        with pytest.raises(ValueError, match=r"nowhere is neither a folder here nor a model"):
+        with pytest.raises(ValueError, match=r"nowhere does not exist, and is no name on the hub"):
             look(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match=r"\./nowhere does not exist"):
+            look("./nowhere")
+
+
+def test_the_hub_is_asked_once(monkeypatch):
+    asked = []
+
+    def absent(source, **options):
+        asked.append(source)
+        raise OSError("no connection")
+
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", absent)
+    with pytest.raises(ValueError, match=r"runs/x is neither a folder here nor .*no connection"):
+        load_tokenizer("runs/x")
+    assert asked == ["runs/x"]

@@ -42,6 +42,10 @@ def test_values_are_replaced():
     assert RECIPE.phases[1].steps == 50_000
 
 
+def test_a_part_of_several_values_is_replaced():
+    assert change(find("tiny"), {"optimizer.betas.1": 0.9}).optimizer.betas == (0.9, 0.9)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -14,7 +14,10 @@ from longspan.tasks.compare import SHORT_ONES, Comparison, Interval
 def table(result: Comparison) -> Table:
     name = result.measure.replace("_", " ")
     beyond = f"beyond {result.short:,} tokens"
-    made = Table("", f"{name} (95%)", beyond, "training", "documents/s", "memory", box=None)
+    made = Table("", f"{name} (95%)", beyond, "training", "documents/s", box=None)
+    known = any(one.memory_mib is not None for one in result.contenders)
+    if known:  # on a GPU alone
+        made.add_column("memory")
     for one in result.contenders:
         memory = "" if one.memory_mib is None else f"{one.memory_mib / 1024:.1f} GiB"
         made.add_row(
@@ -23,7 +26,7 @@ def table(result: Comparison) -> Table:
             "" if one.on_long is None else _shown(one.on_long),
             f"{one.train_seconds:,.0f} s",
             f"{one.documents_per_second:,.1f}",
-            memory,
+            *([memory] if known else []),
         )
     return made
 

@@ -116,6 +116,12 @@ def _delimited(path: Path, delimiter: str) -> Iterator[Row]:
         twice = sorted({name for name in header if header.count(name) > 1})
         if twice:
             raise ValueError(f"{path}, line 1: two columns are called {twice[0]!r}")
+        others = [one for one in ",;\t|" if one != delimiter and one in header[0]]
+        if len(header) == 1 and others:
+            raise ValueError(
+                f"{path}, line 1: one column, {header[0]!r:.60}, whose cells seem to be separated "
+                f"by {others[0]!r}; a .csv has ',' and a .tsv tabs between them"
+            )
         begin = table.line_num + 1
         for cells in table:
             if cells:  # a blank line is no row

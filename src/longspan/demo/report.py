@@ -1,6 +1,7 @@
 """What the demo found, in the terminal and as one page that needs nothing but itself."""
 
 import os
+import re
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -191,15 +192,23 @@ def _ways(found: Findings, asked: Asked) -> list[dict[str, Any]]:
                     "start": start,
                     "stop": stop,
                     "score": score,
-                    "before": text[max(0, start - _AROUND) : start],
+                    "before": _whole_words(text[:start][::-1])[::-1],
                     "passage": text[start:stop],
-                    "after": text[stop : stop + _AROUND],
+                    "after": _whole_words(text[stop:]),
                 }
                 for start, stop, score in answer.passages
             ],
         }
         for name, answer in ways
     ]
+
+
+def _whole_words(text: str) -> str:
+    """The beginning of a text, which ends with a word, if there is one."""
+    begin = text[:_AROUND]
+    if len(text) <= _AROUND or text[_AROUND].isspace():
+        return begin
+    return re.sub(r"(?<=\s)\S+$", "", begin)
 
 
 def _parity_table(found: Findings) -> Table:

@@ -237,12 +237,16 @@ def load_config(source: str | Path) -> Any:
     refuse_file(source)
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
         raise ValueError(_no_model(Path(source)))
-    told = read_config(source)
-    kind = told.get("model_type")
-    if kind is not None and kind not in CONFIG_MAPPING:
-        # transformers would speak of its own version, or ask to run code that came along.
-        raise ValueError(_unsupported((told.get("architectures") or [kind])[0], kind))
+    path = Path(source)
+    named = str(source).startswith(".") or path.is_absolute() or len(path.parts) > 2
+    if named and not path.exists():
+        raise ValueError(f"{source} does not exist, and is no name on the hub either")
     try:
+        told = read_config(source, strict=True)
+        kind = told.get("model_type")
+        if kind is not None and kind not in CONFIG_MAPPING:
+            # transformers would speak of its own version, or ask to run code that came along.
+            raise ValueError(_unsupported((told.get("architectures") or [kind])[0], kind))
         return AutoConfig.from_pretrained(source)
     except OSError as error:
         if Path(source).is_dir():

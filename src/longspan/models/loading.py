@@ -68,14 +68,16 @@ def refuse_file(source: str | Path) -> None:
         )
 
 
-def read_config(source: str | Path, **options: Any) -> dict[str, Any]:
+def read_config(source: str | Path, *, strict: bool = False, **options: Any) -> dict[str, Any]:
     """The config.json in a folder or, with the options of `from_pretrained`, on the hub; nothing
-    where there is none."""
+    where there is none, or, if `strict`, the hub's error."""
     if not Path(source).is_dir():
         where = {name: options[name] for name in _WHERE if name in options}
         try:
             return PreTrainedConfig.get_config_dict(source, **where)[0]
         except OSError:
+            if strict:
+                raise
             return {}
     path = Path(source, options.get("subfolder") or "", "config.json")
     if not path.is_file():

@@ -92,6 +92,11 @@ def find(name: str) -> Recipe:
     return RECIPES[name]()
 
 
+def find_any(name: str) -> Recipe | Finetuning:
+    """The same, among those on examples too."""
+    return FINETUNING[name]() if name in FINETUNING else find(name)
+
+
 def find_study(name: str) -> list[Recipe]:
     """The recipes of a study, or an error with the nearest name there is."""
     if name not in STUDIES:

@@ -200,7 +200,8 @@ class Choice(Chooser, QuestionTask):
         """What a user should know before training begins."""
         sizes = ", ".join(f"{len(own):,} {name}" for name, own in self.asked._asdict().items())
         counts = [len(one.choices) for split in self.asked for one in split]
-        choices = f"{min(counts)} to {max(counts)} choices each"
+        few, many = min(counts), max(counts)
+        choices = f"{few} choices each" if few == many else f"{few} to {many} choices each"
         found = [f"questions: {sizes}; {choices}", *self.skips.lines()]
         return [*found, *([self.reach.share(self.recipe.too_long)] if self.reach.too_long else [])]
 

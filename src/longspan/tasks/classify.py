@@ -5,7 +5,7 @@ are the mean of theirs, in training as in prediction.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from longspan.train.task import Goal, Loss
 
 MEASURES = ("accuracy", "macro_f1", "micro_f1", "f1")
 _EMPTY = "the text is empty"
+_SHOWN = 20  # labels
 
 
 class Labelled(NamedTuple):
@@ -67,8 +68,8 @@ class Classifier(DocumentReader):
         for row, own in zip(rows, tokens, strict=True):
             if len(own) > self.room and self.recipe.too_long == "refuse":
                 raise ValueError(
-                    f"{row.where}: {len(own):,} tokens, the model reads {self.room:,}; with "
-                    "--too-long split it reads them in pieces"
+                    f"{row.where}: {len(own):,} tokens, the model reads {self.room:,}; "
+                    'with --too-long split (in Python too_long="split") it reads them in pieces'
                 )
         wanted = [own for own in tokens if len(own)]
         found: Iterator[Any] = iter(())
@@ -125,7 +126,7 @@ class Classify(Classifier, ExampleTask):
     def notes(self) -> list[str]:
         """What a user should know before training begins."""
         sizes = ", ".join(f"{len(own):,} {name}" for name, own in self.documents._asdict().items())
-        found = [f"{sizes} examples; labels: {', '.join(self.labels)}", *self.skips.lines()]
+        found = [f"{sizes} examples; labels: {_listed(self.labels)}", *self.skips.lines()]
         return [*found, *([self.reach.share(self.recipe.too_long)] if self.reach.too_long else [])]
 
     def lengths(self, split: str) -> np.ndarray:
@@ -292,6 +293,13 @@ def _name(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value).strip()
 
 
+def _listed(labels: Iterable[str]) -> str:
+    """The first of them, and how many there are: a wrong column may have thousands."""
+    names = list(labels)
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+
+
 def _labels(examples: Splits[Labelled], recipe: Finetuning) -> list[str]:
     """The labels that training examples have; one that is only in others cannot be learned."""
     known = {label for one in examples.train for label in one.labels}
@@ -301,17 +309,17 @@ def _labels(examples: Splits[Labelled], recipe: Finetuning) -> list[str]:
                 if label not in known:
                     raise ValueError(
                         f"the {name} examples have the label {label!r}, which no training example "
-                        f"has; those have {', '.join(map(repr, sorted(known)))}"
+                        f"has; those have {_listed(map(repr, sorted(known)))}"
                     )
     if len(known) < (1 if recipe.data.several else 2):
         raise ValueError(
-            f"the training examples have {len(known)} labels ({', '.join(sorted(known))}): there "
-            "is nothing to tell apart"
+            f"the training examples have {f'one label, {min(known)!r}' if known else 'no labels'}: "
+            "there is nothing to tell apart"
         )
     positive = recipe.data.positive
     if positive is not None and positive not in known:
         raise ValueError(
-            f"data.positive={positive!r} is none of {', '.join(map(repr, sorted(known)))}"
+            f"data.positive={positive!r} is none of {_listed(map(repr, sorted(known)))}"
         )
     if recipe.measure == "f1" and positive is None:
         raise ValueError("measure=f1 is that of one label: say which by data.positive=LABEL")

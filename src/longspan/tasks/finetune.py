@@ -80,8 +80,10 @@ def finetune(
     train(task.recipe, task, run, resume=resume, console=console)
     folder = _best(run)
     model = load_model(task.recipe, folder)
-    with half(task.recipe, model):
-        found = {split: task.evaluate(model, split) for split in ("valid", "test")}
+    found = {}
+    for split in ("valid", "test"):
+        with half(task.recipe, model), console.status(f"scoring {split} examples ..."):
+            found[split] = task.evaluate(model, split)
     results = {
         "checkpoint": folder.name,
         **found,

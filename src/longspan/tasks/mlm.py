@@ -65,8 +65,8 @@ class Filler(DocumentReader):
             return {"skipped": f"the text has no {self.tokenizer.mask_token}"}
         if len(tokens.ids) > self.room and self.recipe.too_long == "refuse":
             raise ValueError(
-                f"{where}: {len(tokens.ids):,} tokens, the model reads {self.room:,}; with "
-                "--too-long split it reads them in pieces"
+                f"{where}: {len(tokens.ids):,} tokens, the model reads {self.room:,}; "
+                'with --too-long split (in Python too_long="split") it reads them in pieces'
             )
         length, policy = self.recipe.model.length, self.recipe.too_long
         # Each mask is looked at where it stands farthest from the edges of a piece.

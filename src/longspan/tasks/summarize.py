@@ -147,8 +147,8 @@ class Summarizer:
         for row, one in zip(rows, documents, strict=True):
             if self.size(one) > length and self.recipe.too_long == "refuse":
                 raise ValueError(
-                    f"{row.where}: {self.size(one):,} tokens, the model reads {length:,}; with "
-                    "--too-long head it reads the beginning only"
+                    f"{row.where}: {self.size(one):,} tokens, the model reads {length:,}; "
+                    'with --too-long head (in Python too_long="head") it reads the beginning only'
                 )
             try:
                 self._read(one)

@@ -192,7 +192,7 @@ _OPEN = (
 
 def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     """A recipe with some values replaced, e.g. {"phases.0.steps": 10, "model.hidden_size": 64}."""
-    values = recipe.to_dict()
+    values = _loose(recipe.to_dict())
     for key, value in settings.items():
         *path, last = key.split(".")
         inside: Any = values
@@ -207,6 +207,23 @@ def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
         is_open = path in _OPEN or path[:2] == ["model", "attention"]
         inside[last if is_open and isinstance(inside, dict) else _place(inside, last, key)] = value
     return from_dict(values, type(recipe))
+
+
+def _loose(inside: Any) -> Any:
+    """The same with lists in place of tuples, whose parts can be set."""
+    if isinstance(inside, Mapping):
+        return {key: _loose(value) for key, value in inside.items()}
+    return [_loose(one) for one in inside] if isinstance(inside, list | tuple) else inside
+
+
+def leaves(inside: Any) -> Iterator[tuple[str, Any]]:
+    """Every key that `change` takes of a recipe's values, with what stands there."""
+    each = inside if isinstance(inside, Mapping) else dict(enumerate(inside))
+    for key, value in each.items():
+        if value and isinstance(value, Mapping | list | tuple):
+            yield from ((f"{key}.{rest}", below) for rest, below in leaves(value))
+        else:
+            yield str(key), value
 
 
 def _below(inside: Any, name: str) -> Iterator[str]:
