@@ -28,6 +28,18 @@ def minilm() -> Path:
     return Path(package.origin).parent / "model"
 
 
+def ragged(tokens: int, length: int, padding: int) -> dict[str, torch.Tensor]:
+    """Two documents, of `tokens` and two thirds of that in rows of `length`, with three global
+    tokens and one."""
+    ids = torch.randint(1000, 30000, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(length) < torch.tensor([[tokens], [tokens * 2 // 3]])).long()
+    chosen = torch.zeros_like(mask)
+    chosen[0, [0, 5, tokens // 2]] = 1
+    chosen[1, 0] = 1
+    ids = torch.where(mask.bool(), ids, padding)
+    return {"input_ids": ids, "attention_mask": mask, "global_attention_mask": chosen}
+
+
 @pytest.mark.parametrize("tokens", [257, 131, 64])
 @pytest.mark.parametrize(
     ("folder", "family"), [(granite, transformers.RobertaModel), (minilm, transformers.BertModel)]
@@ -81,16 +93,10 @@ def test_global_tokens_as_in_a_stock_longformer(folder, tokens):
     computes in float64, of which granite's states of 15 leave it 3e-5 and more."""
     ours: Any = longspan.convert(folder(), max_length=1024, window=128).float().eval()
     stock: Any = longspan.to_transformers(ours).eval()
-    ids = torch.randint(1000, 30000, (2, tokens), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(tokens) < torch.tensor([[tokens], [tokens * 2 // 3]])).long()
-    ids = torch.where(mask.bool(), ids, ours.config.pad_token_id)
-    chosen = torch.zeros_like(mask)
-    chosen[0, [0, 5, tokens // 2]] = 1
-    chosen[1, 0] = 1
+    given = ragged(tokens, tokens, ours.config.pad_token_id)
 
     def hidden(model):
-        given = {"attention_mask": mask, "global_attention_mask": chosen}
-        return model(ids, **given).last_hidden_state[mask.bool()]
+        return model(**given).last_hidden_state[given["attention_mask"].bool()]
 
     def gradient(model):
         (found,) = torch.autograd.grad(
@@ -108,31 +114,39 @@ def test_global_tokens_as_in_a_stock_longformer(folder, tokens):
     assert apart(mine, theirs) <= max(CLOSE, 2 * apart(theirs, exact))
 
 
-@pytest.mark.parametrize("tokens", [17, 301])
-@pytest.mark.parametrize("folder", [granite, minilm])
-def test_rounded_as_a_stock_longformer_rounds_nothing_is_left(folder, tokens):
-    """Uneven sets of global tokens, with padding, at any length: to 2e-5 as they are, if the input
-    is padded to whole windows, as transformers does by itself."""
+HEADS = ["MaskedLM", "SequenceClassification", "QuestionAnswering", "TokenClassification"]
+
+
+@pytest.mark.parametrize(
+    ("head", "tokens"), [(None, 17), (None, 301), *((head, 129) for head in HEADS)]
+)
+@pytest.mark.parametrize(("folder", "family"), [(granite, "Roberta"), (minilm, "Bert")])
+def test_rounded_as_a_stock_longformer_rounds_nothing_is_left(folder, family, head, tokens):
+    """Uneven sets of global tokens, with padding, at any length: states and logits to 2e-5 as they
+    are, if the input is padded to whole windows, as transformers does by itself. Gradients, too."""
     window = 128
-    ours: Any = longspan.convert(folder(), max_length=1024, window=window).float().eval()
+    source: Any = folder()
+    if head is not None:  # the checkpoints have none, so these are drawn
+        torch.manual_seed(0)
+        source = getattr(transformers, f"{family}For{head}").from_pretrained(source)
+    ours: Any = longspan.convert(source, max_length=1024, window=window).float().eval()
     stock: Any = longspan.to_transformers(ours).eval()
-    for layer in ours.layers:
+    for layer in ours.base_model.layers:
         layer.attention.backend = "chunks"
-    place = torch.arange(tokens + -tokens % window)
-    ids = torch.randint(1000, 30000, (2, len(place)), generator=torch.Generator().manual_seed(0))
-    mask = (place < torch.tensor([[tokens], [tokens * 2 // 3]])).long()
-    ids = torch.where(mask.bool(), ids, ours.config.pad_token_id)
-    chosen = torch.zeros_like(mask)
-    chosen[0, [0, 5, tokens // 2]] = 1
-    chosen[1, 0] = 1
+    given = ragged(tokens, tokens + -tokens % window, ours.config.pad_token_id)
+    real = given["attention_mask"].bool()
 
-    def hidden_and_gradient(model):
-        given = {"attention_mask": mask, "global_attention_mask": chosen}
-        hidden = model(ids, **given).last_hidden_state[mask.bool()]
+    def outputs_and_gradient(model):
+        out = model(**given)
+        names = ("last_hidden_state", "logits", "start_logits", "end_logits")
+        found = [out[name] for name in names if name in out]
+        found = [one[real] if one.shape[:2] == real.shape else one for one in found]
         words = model.get_input_embeddings().weight
-        return hidden.detach(), torch.autograd.grad(hidden.pow(2).mean(), words)[0]
+        loss = torch.stack([one.pow(2).mean() for one in found]).sum()
+        (gradient,) = torch.autograd.grad(loss, words)
+        return [*(one.detach() for one in found), gradient]
 
-    pairs = zip(hidden_and_gradient(ours), hidden_and_gradient(stock), strict=True)
+    pairs = zip(outputs_and_gradient(ours), outputs_and_gradient(stock), strict=True)
     for mine, theirs in pairs:
         assert float((mine - theirs).abs().max()) <= CLOSE
 
