@@ -8,6 +8,9 @@ GPUs.
 
 A *round* fetches the keys of one tile and the values of the tile before, which are needed at the
 same time; rounds alternate between two places in shared memory.
+
+Programs begin with the last block of tokens, all its heads side by side: in a layer that is what
+the projection wrote last, and it is still in the L2 cache.
 """
 
 from functools import lru_cache
@@ -63,12 +66,18 @@ def fetch(
 
 
 @gluon.jit
-def softmax_step(x, peak, total, scale):
-    """Raw scores (-inf = unseen) -> weights, what earlier sums fade by, new peak, new total."""
+def softmax_step(x, peak, scale):
+    """Raw scores (-inf = unseen) -> weights, what earlier sums fade by, new peak."""
     new = gl.maximum(peak, gl.max(x, 1))
     p = gl.exp2(x * scale - (new * scale)[:, None])
     fade = gl.exp2((peak - new) * scale)
-    return p, fade, new, total * fade + gl.sum(p, 1)
+    return p, fade, new
+
+
+@gluon.jit
+def add_up(p):
+    """[BM, BN] -> [BM, 8]: every eighth column is the same thread's, so that nothing is sent."""
+    return gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
@@ -118,9 +127,8 @@ def take_global(
         ok = ok & (j >= gl.convert_layout(start, ROW)[:, None])
         ok = ok & (j < gl.convert_layout(stop, ROW)[:, None])
     x = gl.where(ok, x, float("-inf"))
-    p, fade, new, sum = softmax_step(
-        x, gl.convert_layout(peak, ROW), gl.convert_layout(total, ROW), scale
-    )
+    p, fade, new = softmax_step(x, gl.convert_layout(peak, ROW), scale)
+    sum = gl.convert_layout(total, ROW) * fade + gl.sum(p, 1)
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, SUMS, 2))
     sums = warpgroup_mma(p, v_there, acc, is_async=True)
@@ -129,10 +137,10 @@ def take_global(
 
 
 @remembered
-@gluon.jit(do_not_specialize=["n", "heads", "group", "left", "right"])
+@gluon.jit(do_not_specialize=["n", "streams", "heads", "group", "left", "right"])
 def forward(
     Q_TILES, K_TILES, V_TILES, OUT_TILES, K, V, LSE, START, STOP, HOLES, RANK, PLACES,
-    k_batch, k_token, v_batch, v_token, n, lse_row, heads, group, left, right, scale,
+    k_batch, k_token, v_batch, v_token, n, lse_row, streams, heads, group, left, right, scale,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BG: gl.constexpr,
     BOUNDED: gl.constexpr, GLOBAL: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -145,8 +153,9 @@ def forward(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUMS_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
 
-    first = gl.program_id(0) * BM
-    stream = gl.program_id(1)
+    order = gl.num_programs(0) - 1 - gl.program_id(0)
+    first = order // streams * BM
+    stream = order % streams
     batch = stream // heads
     head = stream % heads
     column = (head // group) * D
@@ -192,7 +201,6 @@ def forward(
     tma.async_copy_global_to_shared(K_TILES, [batch, begin, column], bar, keys.index(0))
     fetch(K_TILES, V_TILES, keys, values, arrived, 1, 1, tiles, batch, begin, n, column, BN)
 
-    total = gl.zeros([BM], gl.float32, layout=ROW)
     peak = gl.full([BM], FLOOR, gl.float32, layout=ROW)
     acc = gl.zeros([BM, D], gl.float32, layout=SUMS)
     blank = gl.zeros([BM, BN], gl.float32, layout=SCORES)
@@ -204,7 +212,9 @@ def forward(
     x = warpgroup_mma_wait(0, deps=[x])
     fetch(K_TILES, V_TILES, keys, values, arrived, 2, 0, tiles, batch, begin, n, column, BN)
     x = hide(x, begin, lo, hi, safe_lo, safe_hi, holes, STOP, n, BN, BOUNDED, SCORES)
-    p, fade, peak, total = softmax_step(x, peak, total, scale)
+    p, fade, peak = softmax_step(x, peak, scale)
+    parts = add_up(p)
+    PARTS_ROW: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     p = gl.convert_layout(p.to(dtype), WEIGHTS)
 
     place = 1
@@ -218,7 +228,8 @@ def forward(
         x = warpgroup_mma_wait(1, deps=[x])
         s = begin + turn * BN
         x = hide(x, s, lo, hi, safe_lo, safe_hi, holes, STOP, n, BN, BOUNDED, SCORES)
-        p, fade, peak, total = softmax_step(x, peak, total, scale)
+        p, fade, peak = softmax_step(x, peak, scale)
+        parts = parts * gl.convert_layout(fade, PARTS_ROW)[:, None] + add_up(p)
         p = gl.convert_layout(p.to(dtype), WEIGHTS)
         phase ^= 1 - place
         place ^= 1
@@ -233,6 +244,7 @@ def forward(
         acc = acc * gl.convert_layout(fade, SUMS_ROW)[:, None]
     sums = warpgroup_mma(p, values.index(place).reshape([BN, D]), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[sums])
+    total = gl.convert_layout(gl.sum(parts, 1), ROW)
 
     if GLOBAL:
         RANK += batch.to(gl.int64) * (n + 1)

@@ -81,10 +81,10 @@ def forward(
         bulk = step == 1 and heavy and _bulk(key, value)
         tile = _tile("forward", query, bulk)
         if bulk and head1 - head0 == heads and _on_hopper(query, pattern):
-            _hopper().forward[(_blocks(n, 1, tile.own), batch * heads)](
+            _hopper().forward[(_blocks(n, 1, tile.own) * batch * heads,)](
                 *(_hopper().tiles(t, *_block(t, tile.own)) for t in (query, key, value, out)),
                 key, value, lse, *masks, *_strides(key)[:2], *_strides(value)[:2],
-                n, lse.shape[2], heads, group, left, right, scale,
+                n, lse.shape[2], batch * heads, heads, group, left, right, scale,
                 D=head_dim, BM=tile.own, BN=tile.own, BG=GATHERED,
                 BOUNDED=options["BOUNDED"], GLOBAL=seen.places is not None,
                 ROWS=pattern.global_rows, CAUSAL=pattern.causal,
