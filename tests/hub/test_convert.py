@@ -23,6 +23,8 @@ from longspan.hub.exchange import gather
 from longspan.hub.families import FAMILIES, modules
 
 CLOSE = 2e-5
+# How far outputs may be from transformers': by all but one, rounding may differ.
+BACKENDS = pytest.mark.parametrize(("backend", "allowed"), [("auto", CLOSE), ("chunks", 0.0)])
 SHORT = ("Roberta", "XLMRoberta", "Camembert", "Bert", "DistilBert", "Electra")
 
 
@@ -44,10 +46,12 @@ def short(family, head="Model", **changes):
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("lengths", [(37, 20), (64, 33)])
-def test_longformer_comes_over_as_it_is(head, lengths):
+@BACKENDS
+def test_longformer_comes_over_as_it_is(head, lengths, backend, allowed):
     """Outputs, losses and all gradients; ragged global sets, padding, odd lengths."""
     source, given = longformer(head), batch(head, lengths)
     ours = longspan.convert(source)
+    ours.set_backend(backend)
     given_labels = labels(head, given)
     found = []
     for model in (source, ours):
@@ -55,7 +59,7 @@ def test_longformer_comes_over_as_it_is(head, lengths):
         numbers = results(output, given)
         torch.stack([value.square().mean() for value in numbers.values()]).sum().backward()
         found.append(numbers)
-    assert largest_difference(*found) <= CLOSE
+    assert largest_difference(*found) <= allowed
 
     bare = head == "Model"
     table = modules(FAMILIES["longformer"], 2, head, "" if bare else "longformer")
@@ -68,7 +72,8 @@ def test_longformer_comes_over_as_it_is(head, lengths):
     assert largest_difference(gather(mine, table, theirs), mine) <= CLOSE
 
 
-def test_layers_of_base_size():
+@BACKENDS
+def test_layers_of_base_size(backend, allowed):
     """With numbers as large as they are there, in outputs and in gradients."""
     torch.manual_seed(0)
     zero: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -77,6 +82,7 @@ def test_layers_of_base_size():
     )
     source = transformers.LongformerModel(config, add_pooling_layer=False)
     ours, given = longspan.convert(source), batch("Model", (331, 200))
+    ours.set_backend(backend)
     both: Any = source, ours
     real = given["attention_mask"].bool()
     wanted = torch.randn(2, 331, 768) * real[..., None] / real.sum()
@@ -85,11 +91,53 @@ def test_layers_of_base_size():
         states = model(**given).last_hidden_state
         (states * wanted).sum().backward()
         found.append({"states": states[real]})
-    assert largest_difference(*found) <= CLOSE
+    assert largest_difference(*found) <= allowed
     theirs, mine = ({n: p.grad for n, p in m.named_parameters()} for m in both)
     table = modules(FAMILIES["longformer"], 2, "Model", "")
     assert largest_difference(gather(mine, table, theirs), mine) <= CLOSE
     assert max(float(grad.abs().max()) for grad in mine.values()) > 1
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 15])
+def test_rounded_alike_all_that_is_returned_is_as_long_as_the_input(tokens):
+    """To the bit, padding included, whatever is given; windows are 8 and 4 tokens."""
+    source = longformer("Model", type_vocab_size=2)
+    # With room for global tokens that none takes, which transformers has not.
+    ours: Any = longspan.convert(source)
+    ours.config.max_global_tokens = 5
+    ours.set_backend("chunks")
+    draw = torch.Generator().manual_seed(0)
+    ids, types, places = (
+        torch.randint(low, high, (2, tokens), generator=draw)
+        for low, high in ((4, 60), (0, 2), (2, 150))
+    )
+    mask, chosen = torch.ones_like(ids), torch.zeros_like(ids)
+    mask[1, tokens // 2 + 1 :] = 0
+    chosen[0, tokens // 2] = 1
+    for given in (
+        {"input_ids": ids},
+        {"input_ids": ids, "attention_mask": mask, "token_type_ids": types},
+        {"input_ids": ids, "global_attention_mask": chosen, "position_ids": places},
+        {"inputs_embeds": torch.randn(2, tokens, 24), "attention_mask": mask},
+        {"inputs_embeds": torch.randn(2, tokens, 24), "global_attention_mask": chosen},
+    ):
+        theirs, mine = (model(**given, output_hidden_states=True) for model in (source, ours))
+        for name in ("last_hidden_state", "pooler_output"):
+            assert torch.equal(mine[name], theirs[name])
+        for one, other in zip(mine.hidden_states, theirs.hidden_states, strict=True):
+            assert torch.equal(one, other)
+        maps = ours(**given, output_attentions=True).attentions
+        ours.set_backend("auto")
+        wanted = ours(**given, output_attentions=True).attentions
+        ours.set_backend("chunks")
+        for one, other in zip(maps, wanted, strict=True):
+            torch.testing.assert_close(one.band, other.band)
+            assert (one.rows is None) == (one.columns is None) == ("global" not in str([*given]))
+            for token in range(tokens):
+                for here, there in zip(one.row(token, 1), other.row(token, 1), strict=True):
+                    torch.testing.assert_close(here, there)
+        if "global_attention_mask" in given:
+            assert torch.equal(mine.global_attention_mask, chosen.bool())
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -123,6 +123,16 @@ def test_led_comes_over_as_it_is(padding):
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
+def test_rounded_alike_the_encoder_is_leds_to_the_bit(padding):
+    source, given = stock("LED"), documents(padding)
+    ours = longspan.convert(source)
+    ours.set_backend("chunks")
+    theirs, mine = (numbers(model, given) for model in (source, ours))
+    assert torch.equal(mine["encoder"], theirs["encoder"])
+    assert largest_difference(mine, theirs) <= CLOSE
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("family", SHORT)
 def test_a_short_model_agrees_within_the_window(family, padding):
     """Whatever is global: the copied projections compute the same."""

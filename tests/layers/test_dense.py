@@ -121,6 +121,17 @@ def test_in_pieces_of_several_tensors() -> None:
 
 
 @torch.no_grad()
+def test_rounded_as_elsewhere_all_tokens_are_one_product() -> None:
+    torch.manual_seed(0)
+    attention = WindowAttention(128, 2, 8, backend="chunks")
+    block = Block(attention, 128, 512, activation=gelu).eval()
+    hidden = torch.randn(2, 1040, 128)
+    seen = visibility(hidden)
+    with torch.no_grad():
+        found = block(hidden, seen)
+    assert torch.equal(found, block(hidden, seen))
+
+
 def test_who_watches_a_block_sees_all_tokens_at_once() -> None:
     block = Block(WindowAttention(24, 3, 16), 24, 40, activation=gelu).eval()
     hidden = torch.randn(1, 700, 24)

@@ -255,6 +255,35 @@ def test_no_token_types_at_all():
         model(ids(1, 3), token_type_ids=torch.zeros(1, 3).long())
 
 
+def test_a_backend_for_all_layers(tmp_path):
+    """Of this model: it is not saved, but one that the config names is."""
+    model = LongspanForSequenceClassification(encoder().config).eval()
+    model.set_backend("chunks")
+    assert [block.attention.backend for block in cast(Any, model.encoder.layers)] == ["chunks"] * 2
+    model.save_pretrained(tmp_path)
+    loaded = LongspanForSequenceClassification.from_pretrained(tmp_path)
+    assert [block.attention.backend for block in loaded.encoder.layers] == ["auto"] * 2
+    torch.testing.assert_close(loaded.eval()(ids(2, 21)).logits, model(ids(2, 21)).logits)
+    named = encoder(attention={"window": 8, "backend": "chunks"})
+    named.save_pretrained(tmp_path)
+    kept = LongspanModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(kept(ids(1, 21))[0], named(ids(1, 21))[0])
+    assert [block.attention.backend for block in cast(Any, kept.layers)] == ["chunks"] * 2
+    with pytest.raises(ValueError, match="backend='chunk' is unknown; choose from auto, triton"):
+        model.set_backend("chunk")
+    with pytest.raises(ValueError, match="for windows, and no layer here has any"):
+        encoder(attention={"kind": "performer"}).set_backend("native")
+
+
+def test_by_another_backend_packed_documents_stay_packed():
+    model, bounds = encoder(), torch.tensor([0, 9, 21])
+    wanted = model(ids(1, 21), cu_seqlens=bounds)
+    model.set_backend("chunks")
+    found = model(ids(1, 21), cu_seqlens=bounds)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found.pooler_output, wanted.pooler_output)
+
+
 def test_too_many_global_tokens_are_named():
     with pytest.raises(ValueError, match="9 global tokens in one row, but room for only 4"):
         encoder()(ids(1, 9), global_attention_mask=torch.ones(1, 9).long(), max_global_tokens=4)

@@ -66,6 +66,18 @@ def test_exports_with_a_given_global_mask():
     torch.testing.assert_close(exported(**other)[0], model(**other)[0], rtol=1e-4, atol=2e-5)
 
 
+def test_rounded_as_transformers_rounds_it_is_one_graph():
+    """Padding to whole windows included, at the lengths it was made for."""
+    model = build("ForSequenceClassification", max_global_tokens=64)
+    model.set_backend("chunks")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for lengths in ((37, 20), (40, 20), (51, 30)):
+        given = batch("ForSequenceClassification", lengths)
+        exported = torch.export.export(model, (), kwargs=given).module()
+        for call in (compiled, exported):
+            torch.testing.assert_close(call(**given).logits, model(**given).logits)
+
+
 def test_a_graph_must_know_how_many_tokens_are_global():
     """Unless it needs no list of them: rotary models compute their rows with all others."""
     given = batch("Model")

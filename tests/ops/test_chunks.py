@@ -9,6 +9,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 from longspan import window_attention
 from longspan.layers.window import WindowAttention
+from longspan.ops import global_positions
 from longspan.ops.window import chunks
 from longspan.ops.window.pattern import Pattern
 
@@ -46,6 +47,15 @@ def test_what_stands_in_padding_does_not_matter():
     (grad,) = torch.autograd.grad(out.sum(), q)
     assert torch.equal(out, clean)
     assert grad.isfinite().all()
+
+
+def test_room_for_more_global_tokens_than_there_are_tokens():
+    layer = WindowAttention(32, 2, 8, backend="chunks").eval()
+    hidden, chosen = torch.randn(2, 11, 32), torch.zeros(2, 11).long()
+    chosen[0, :2] = 1
+    exact = layer(hidden, global_mask=chosen)
+    found = layer(hidden, global_mask=chosen, positions=global_positions(chosen, 20))
+    torch.testing.assert_close(found, exact)
 
 
 def test_what_it_cannot_do_is_said():

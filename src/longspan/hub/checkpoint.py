@@ -19,7 +19,6 @@ from longspan.hub import seq2seq
 from longspan.hub.convert import convert, load, positions_of
 from longspan.hub.rounding import MOST_TOKENS, Rounding, compare
 from longspan.layers.quantized import QuantizedLinear
-from longspan.layers.window import WindowAttention
 from longspan.models import (
     LongspanConfig,
     LongspanPreTrainedModel,
@@ -153,9 +152,11 @@ def parity(
     fits = min(fits, ours.config.longest or 512, _trained(theirs))
     inputs = list(_inputs(ours, tokenizer, texts, fits, seed))
     found = [_difference(theirs, ours, ids) for _, ids in inputs]
-    # A decoder, as LED has one, still rounds in its own way.
-    whole = widest if theirs.config.model_type == "longformer" else None
-    alike = [_difference_alike(theirs, ours, ids, whole) for _, ids in inputs]
+    alike: list[float | None] = [None] * len(inputs)
+    if theirs.config.model_type == "longformer":  # a decoder, as LED has one, rounds in its own way
+        ours.set_backend("chunks")
+        alike = [_difference(theirs, ours, ids)[0] for _, ids in inputs]
+        ours.set_backend("auto")
     theirs, ours = theirs.double(), ours.double()
     return [
         Parity(what, ids.shape[1], *rounded, exact=_difference(theirs, ours, ids)[0], alike=same)
@@ -207,21 +208,6 @@ def _difference(
         pair.append(_tensors(outputs))
     difference = max((a - b).abs().max().item() for a, b in zip(*pair, strict=True))
     return difference, max(a.abs().max().item() for a in pair[0])
-
-
-def _difference_alike(
-    theirs: PreTrainedModel, ours: LongspanPreTrainedModel, ids: Tensor, window: int | None
-) -> float | None:
-    """The first document's, with attention in transformers' order; None without whole windows."""
-    if window is None or ids.shape[1] % window:
-        return None
-    layers = [part for part in ours.modules() if isinstance(part, WindowAttention)]
-    for layer in layers:
-        layer.backend = "chunks"
-    difference, _ = _difference(theirs, ours, ids[:1])
-    for layer in layers:
-        layer.backend = "auto"
-    return difference
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

@@ -20,6 +20,9 @@ class AttentionLayer(nn.Module):
     # Above 1 it returns one for so many tokens, and is told by `pools` which.
     shortens = 1
     needs_positions = False  # of the global tokens; a compiled model must know how many there are
+    # Where numbers are rounded as transformers rounds them: how many tokens it pads a batch to a
+    # multiple of. All products around such a layer are torch's own, of all tokens at once.
+    whole_window: int | None = None
 
     def share(self, before: "Sequence[AttentionLayer]") -> None:
         """Take from the model's layers before this one what is to be shared with them; called

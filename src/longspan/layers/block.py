@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
-from longspan.layers.dense import in_pieces, one_product, prepared, project
+from longspan.layers.dense import Projection, as_it_is, in_pieces, one_product, prepared
 from longspan.layers.quantized import QuantizedLinear
 from longspan.ops.shorten import Pools
 from longspan.ops.window import Visibility
@@ -74,7 +74,7 @@ class Block(nn.Module):
         mixed = self._attend(hidden, seen, positions, position_ids, pools)
         kept = hidden if pools is None else pools.mean(hidden)
         # Of pieces, too, but MKL's layout (11 MB or more) does not pay for a weight of this size.
-        output, feed = prepared(self.project, mixed), self._feed(mixed)
+        output, feed = self._prepared(self.project, mixed), self._feed(mixed)
         plain = self._is_plain()
         # What such a product has made nobody else has: adding to it in place takes half the time.
         products = all(one_product(layer, mixed) for layer in (self.project, self.down))
@@ -102,7 +102,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """What attention adds."""
         mixed = self._attend(hidden, seen, positions, position_ids, pools)
-        return self.dropout(project(self.project, mixed))
+        return self.dropout(self._prepared(self.project, mixed)(mixed))
 
     def feed(self, hidden: Tensor) -> Tensor:
         """What the feed-forward part adds."""
@@ -134,8 +134,8 @@ class Block(nn.Module):
 
     def _feed(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         """The feed-forward part, for the pieces of a tensor like this one."""
-        up = prepared(self.up, like, in_pieces=True)
-        down = prepared(self.down, like, in_pieces=True)
+        up = self._prepared(self.up, like, in_pieces=True)
+        down = self._prepared(self.down, like, in_pieces=True)
 
         def feed(tokens: Tensor) -> Tensor:
             if self.gated:
@@ -147,11 +147,19 @@ class Block(nn.Module):
 
         return feed
 
+    def _prepared(self, layer: nn.Module, like: Tensor, *, in_pieces: bool = False) -> Projection:
+        if self.attention.whole_window is not None:  # another product rounds in another way
+            return as_it_is(layer)
+        return prepared(layer, like, in_pieces=in_pieces)
+
     def _is_plain(self) -> bool:
-        """Whether no part is anything but what it was built as, or from int8 weights: an adapter
-        may look along the tokens, and whoever watches a part wants to see all of them."""
+        """Whether tokens may go through a few at a time, and sums be made in place: nothing is to
+        be rounded as elsewhere, and no part is anything but what it was built as, or from int8
+        weights. An adapter may look along the tokens, and whoever watches a part wants to see all
+        of them."""
         parts = (self.project, self.up, self.down, self.attention_norm, self.feed_forward_norm)
-        return not torch.compiler.is_compiling() and all(
+        free = self.attention.whole_window is None and not torch.compiler.is_compiling()
+        return free and all(
             type(part) in _PLAIN
             and "forward" not in vars(part)
             and not (part._forward_hooks or part._forward_pre_hooks)

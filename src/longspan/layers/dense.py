@@ -46,12 +46,7 @@ def prepared(
     weight or all."""
     if not one_product(layer, x):
         assert rows is None
-
-        def apply(x: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-            out = layer(x)
-            return out if activation is None else activation(out)
-
-        return apply
+        return as_it_is(layer)
     weight: Any = layer.weight
     bias: Any = layer.bias
     if rows is not None:
@@ -63,6 +58,16 @@ def prepared(
     if has_mkl() and not has_bf16_products() and x.shape[:-1].numel() >= _FEW:
         return _in_float32(weight, bias, laid_out=many)
     return _by_onednn(weight, bias, laid_out=many)
+
+
+def as_it_is(layer: nn.Module) -> Projection:
+    """The layer's own call, whatever it is."""
+
+    def apply(x: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        out = layer(x)
+        return out if activation is None else activation(out)
+
+    return apply
 
 
 def _by_onednn(weight: Tensor, bias: Tensor | None, *, laid_out: bool) -> Projection:

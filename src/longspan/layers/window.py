@@ -98,6 +98,10 @@ class WindowAttention(AttentionLayer):
         return self.qkv_global is not None
 
     @property
+    def whole_window(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 2 * max(*self.window, 1) if self.backend == "chunks" else None
+
+    @property
     def causal(self) -> bool:
         return self.window[1] == 0
 

@@ -23,8 +23,8 @@ class LongspanConfig(PreTrainedConfig):
     Args:
         attention: how layers attend: one setting for all, or one per layer. A setting names the
             layer's "kind" ("window" if absent) and its options, for windows `window`, `dilation`
-            (one number, or one per head), `global_tokens`, `separate_global` and, with rotary
-            positions, the base of the `rotary` (10,000 if absent).
+            (one number, or one per head), `global_tokens`, `separate_global`, `backend` (see
+            `set_backend`) and, with rotary positions, the base of the `rotary` (10,000 if absent).
         restored_layers: if layers of kind "funnel" shorten a document, as many of the last layers
             read all of its tokens again: what became of a pool is repeated for its tokens, and
             what they were before the first pooling is added. With 0 that is done at the very end.

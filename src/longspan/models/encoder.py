@@ -5,6 +5,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -24,6 +25,7 @@ from longspan.models.inputs import (
     check_shape,
     check_tokens,
     check_types,
+    readable,
 )
 from longspan.models.loading import (
     load_weights,
@@ -38,7 +40,7 @@ from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
 from longspan.ops.shorten import Pools, shorten
 from longspan.ops.window import Visibility, visibility
-from longspan.ops.window.api import check_masks
+from longspan.ops.window.api import BACKENDS, check_masks
 
 
 class Embeddings(nn.Module):
@@ -197,6 +199,23 @@ class LongspanPreTrainedModel(PreTrainedModel):
                 for name, copied in module.qkv_global.named_parameters():
                     init.copy_(copied, module.qkv.get_parameter(name))
 
+    def set_backend(self, backend: str) -> None:
+        """What computes the windows of all layers, see `window_attention`; "auto" unless the config
+        says otherwise, which stays as it is: the choice is not saved with the weights.
+
+        "chunks" makes everything that is not packed as transformers' Longformer makes it, padding
+        to whole windows included: in float32 on a CPU the same to the last digit, and as slow.
+        """
+        known = ("auto", *(one.name for one in BACKENDS))
+        if backend not in known:
+            raise ValueError(f"backend={backend!r} is unknown; choose from {', '.join(known)}")
+        blocks: Any = cast(LongspanModel, self.base_model).layers
+        having = [block.attention for block in blocks if hasattr(block.attention, "backend")]
+        if not having:
+            raise ValueError(f"backend={backend!r} is for windows, and no layer here has any")
+        for layer in having:
+            layer.backend = backend
+
     def extend_positions(self, length: int) -> None:
         """Make room for documents of `length` tokens.
 
@@ -316,7 +335,8 @@ class LongspanModel(LongspanPreTrainedModel):
         check_types(self.config, token_type_ids)
         if global_mask is not None and tokens_mask is not None:
             global_mask = global_mask & tokens_mask
-        asked = max_global_tokens, bool(output_attentions)
+        most = self.config.max_global_tokens if max_global_tokens is None else max_global_tokens
+        asked = most, bool(output_attentions)
         seen, places = self._describe(given, tokens_mask, global_mask, cu_seqlens, *asked)
         if position_ids is None:
             check_length(self.config, given.shape[1], cu_seqlens)
@@ -326,6 +346,17 @@ class LongspanModel(LongspanPreTrainedModel):
 
         words = given if input_ids is None else self.embeddings.look_up(input_ids)
         hidden: Any = self.embeddings(words, position_ids, token_type_ids)
+        tokens, window = hidden.shape[1], self._whole_window() if cu_seqlens is None else None
+        if window is not None:
+            # Nobody sees what is added, but sums over more tokens, and over more room for global
+            # ones than they take, may be rounded otherwise.
+            extra = 0, -tokens % window
+            hidden, position_ids = pad(hidden, (0, 0, *extra)), pad(position_ids, extra)
+            real = torch.ones_like(hidden[:, :tokens, 0], dtype=torch.bool)
+            real = pad(real if tokens_mask is None else tokens_mask, extra)
+            chosen = None if global_mask is None else pad(global_mask, extra)
+            room = None if readable(hidden) else most
+            seen, places = self._describe(hidden, real, chosen, None, room, asked[1])
         whole = seen, places, position_ids
         states, maps = (hidden,), ()
         shortened: list[Pools] = []
@@ -366,6 +397,9 @@ class LongspanModel(LongspanPreTrainedModel):
         if self.norm is not None:
             hidden = self.norm(hidden)
             states = (*states[:-1], hidden)
+        if window is not None:
+            hidden, maps = hidden[:, :tokens], tuple(one.cut(tokens) for one in maps)
+            states = tuple(one[:, :tokens] for one in states)
         return LongspanOutput(
             last_hidden_state=hidden,
             pooler_output=None if self.pooler is None else self.pooler(hidden, cu_seqlens),
@@ -373,6 +407,12 @@ class LongspanModel(LongspanPreTrainedModel):
             attentions=cast(Any, maps) if output_attentions else None,
             global_attention_mask=global_mask,
         )
+
+    def _whole_window(self) -> int | None:
+        """What transformers would pad to a multiple of, if all layers are to round as it does."""
+        windows = [block.attention.whole_window for block in cast("list[Block]", self.layers)]
+        known = [window for window in windows if window is not None]
+        return max(known) if len(known) == len(windows) else None
 
     def _describe(
         self,
@@ -389,7 +429,6 @@ class LongspanModel(LongspanPreTrainedModel):
         blocks = cast("list[Block]", self.layers)
         listed = listed or any(block.attention.needs_positions for block in blocks)
         if global_mask is not None and listed:
-            most = self.config.max_global_tokens if most is None else most
             if most is None and torch.compiler.is_compiling():
                 raise ValueError(
                     "a compiled model needs to know how many global tokens a row has at most: "

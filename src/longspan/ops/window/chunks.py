@@ -123,8 +123,8 @@ def _global_keys(like: Tensor, seen: Visibility, slots: int | None) -> tuple[Ten
         none = torch.zeros(len(like), 0, dtype=torch.long, device=like.device)
         return none, none.bool()
     slots = int(seen.rank[:, -1].max()) if slots is None else slots
-    filled = torch.arange(slots, device=like.device) < seen.rank[:, -1:]
-    return seen.places[:, :slots].long(), filled
+    places = seen.places[:, :slots].long()  # fewer where there is more room than tokens
+    return places, torch.arange(places.shape[1], device=like.device) < seen.rank[:, -1:]
 
 
 def _take(tensor: Tensor, places: Tensor) -> Tensor:

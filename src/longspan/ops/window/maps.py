@@ -55,6 +55,14 @@ class AttentionMap(NamedTuple):
         positions, order = positions[seen].sort()
         return positions, weights[seen][order]
 
+    def cut(self, tokens: int) -> "AttentionMap":
+        """The same of the first so many tokens, behind which there is padding."""
+        return self._replace(
+            band=self.band[:, :tokens],
+            columns=None if self.columns is None else self.columns[:, :tokens],
+            rows=None if self.rows is None else self.rows[..., :tokens],
+        )
+
 
 def attention_map(
     query: Tensor,
