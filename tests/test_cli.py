@@ -296,6 +296,7 @@ def test_a_recipe_shows_what_can_be_set() -> None:
 
     shown = dict(line.split(None, 1) for line in invoke("recipes", "classify").splitlines()[2:])
     assert (shown["epochs"].strip(), shown["model.length"].strip()) == ("5.0", "4096")
+    assert shown["data.columns.label"].strip() == "label"
     assert "did you mean classify?" in plain(invoke("recipes", "clasify", code=2))
     for name in (*RECIPES, *FINETUNING):
         recipe = find_any(name)
@@ -328,11 +329,13 @@ def test_output_must_be_a_folder(tmp_path: Path) -> None:
     assert "is a file" in invoke("bench", "attention", "--quick", "--output", str(file), code=2)
 
 
-def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
-    import json
-
+def test_finetuning_predicting_and_their_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tasks.finetuned import labelled
     from tasks.tiny import tiny_checkpoint
+
+    from longspan.tasks import predict
 
     data, source = labelled(tmp_path / "animals.csv"), tiny_checkpoint(tmp_path / "source")
     run = str(tmp_path / "run")
@@ -344,6 +347,12 @@ def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
         invoke(*command, *toy, "--model", str(source), code=2)
     )
     assert "choose from refuse, split, head" in plain(invoke(*whole, "--too-long", "cut", code=2))
+    assert "--choices: classify reads no such column; there are --text, --label, --id" in plain(
+        invoke(*whole, "--choices", "x", code=2)
+    )
+    assert "data.columns.lable is unknown; did you mean label?" in plain(
+        invoke(*whole, "--set", "data.columns.lable=animal", code=2)
+    )
     assert not Path(run).exists()
     output = invoke(*whole)
     assert "labels: cat, dog" in output
@@ -354,6 +363,22 @@ def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
     assert "exists already" in plain(invoke("predict", run, str(tmp_path / "new.csv"), code=2))
     assert "4 rows in" in plain(invoke("predict", run, str(tmp_path / "new.csv"), "--resume"))
     assert "choose from best, last" in invoke("predict", run, "x", "--checkpoint", "1", code=2)
+
+    (tmp_path / "other.csv").write_text("key,review\na,the cat\nb,a dog\n")
+    other = ("predict", run, str(tmp_path / "other.csv"))
+    assert "2 rows in" in plain(invoke(*other, "--text", "review", "--id", "key"))
+    lines = (tmp_path / "run" / "predictions" / "other.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["a", "b"]
+    with monkeypatch.context() as patch:  # what is wrong is said before the model is loaded
+        patch.setattr(predict, "load_model", None)
+        for given, wrong in (
+            ((), "line 2: there is no column 'body'; there are 'key', 'review': --text names"),
+            (("--text", "revue"), "there is no column 'revue'; there are"),
+            (("--text", "review", "--id", "name"), "there is no column 'name'; there are"),
+            (("--question", "key"), "--question: classify reads no such column; there are --text"),
+            (("--conll", "x"), "finds no clusters, its task is classify"),
+        ):
+            assert wrong in plain(invoke(*other, *given, code=2))
 
     model = str(tmp_path / "model")
     assert "24 -> 48 positions" in invoke("convert", run, model, "--max-length", "48")

@@ -21,7 +21,7 @@ from longspan.tasks.finetune import finetune, make_task
 from longspan.tasks.kinds import kinds_of
 from longspan.tasks.start import build_new
 from longspan.tasks.vocabulary import make_tokenizer
-from longspan.train.finetuning import planned
+from longspan.train.finetuning import check_columns, planned
 from longspan.train.loop import train
 from longspan.train.recipe import Phase, change
 from longspan.train.schedule import learning_rate
@@ -54,6 +54,7 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     source = FINETUNING[name]()
     assert source.name == name
     assert summary(name).endswith(".")
+    check_columns(source.task, source.data.columns)
     toy = toy_recipe(source.task, tmp_path)
     settings = {
         "batch": 4,

@@ -25,6 +25,7 @@ def recipes(
     from rich.text import Text
 
     from longspan.recipes import FINETUNING, RECIPES, find_any, summary
+    from longspan.train.finetuning import COLUMNS, Finetuning
     from longspan.train.recipe import leaves
 
     if name is None:
@@ -38,7 +39,10 @@ def recipes(
             raise typer.BadParameter(str(error)) from None
         console_for_logs().print(summary(name), highlight=False)
         table = Table("setting", "value", box=None, pad_edge=False)
-        for key, value in leaves(recipe.to_dict()):
+        values = recipe.to_dict()
+        if isinstance(recipe, Finetuning):
+            values["data"]["columns"] = COLUMNS[recipe.task] | recipe.data.columns
+        for key, value in leaves(values):
             # As --set takes it.
             table.add_row(key, Text(value if isinstance(value, str) else dumps(value)))
     console_for_logs().print(table)
@@ -79,6 +83,7 @@ def train(
     question: cli_tasks.Question = None,
     answers: cli_tasks.Answers = None,
     choices: cli_tasks.Choices = None,
+    id: cli_tasks.Id = None,
     several: cli_tasks.Several = False,
     too_long: cli_tasks.TooLong = None,
     seeds: cli_tasks.Seeds = 1,
@@ -112,7 +117,7 @@ def train(
         settings = parse(setting or [])
         if recipe in FINETUNING:
             columns = {"text": text, "label": label, "question": question, "answers": answers}
-            columns["choices"] = choices
+            columns |= {"choices": choices, "id": id}
             cli_tasks.finetune(
                 recipe,
                 settings,
@@ -137,8 +142,8 @@ def train(
         for_examples = {
             **{"--model": model, "--valid": valid, "--test": test, "--text": text},
             **{"--label": label, "--question": question, "--answers": answers},
-            **{"--choices": choices, "--several": several, "--too-long": too_long},
-            "--seeds": seeds > 1,
+            **{"--choices": choices, "--id": id, "--several": several},
+            **{"--too-long": too_long, "--seeds": seeds > 1},
         }
         given = [name for name, value in for_examples.items() if value]
         if given:

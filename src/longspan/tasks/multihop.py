@@ -7,7 +7,7 @@ paragraphs; what they score is compared over all of them. In two stages, the par
 model finds to matter are read once more, by themselves, by a second.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -67,7 +67,8 @@ class Reasoner:
         self.template = make_layout_template(tokenizer)
         self.first: tuple[Reasoner, Any] | None = None  # of two stages, with its model
 
-    def unfold(self, row: Row) -> Iterator[Row]:
+    @staticmethod
+    def unfold(row: Row, columns: Mapping[str, str]) -> Iterator[Row]:
         """A row is one question."""
         yield row
 

@@ -49,14 +49,12 @@ class Finder:
     """Questions and texts to answers: what prediction needs, and training builds on."""
 
     needs = ("text", "question")
+    unfold = staticmethod(unfold_questions)
 
     def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
         self.template = make_template(tokenizer, pair=True)
         self.threshold = recipe.answers.threshold or 0.0
-
-    def unfold(self, row: Row) -> Iterator[Row]:
-        return unfold_questions(row, self.recipe.data.columns)
 
     def collate(self, asked: Sequence[Asked]) -> dict[str, Tensor]:
         """Pieces of all questions; `place` says where the scores to be compared stand, `group`
