@@ -323,6 +323,31 @@ def test_training_mistakes_are_said_before_anything_starts(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train classify --epochs 1", "--epochs; did you mean --set epochs=1?"),
+        ("train classify --seed=3", "--seed; did you mean --set seed=3?"),
+        ("train books --batch 4", "--batch; did you mean --set phases.0.batch=4?"),
+        ("train cuad --window --resume", "--window; did you mean --set model.window=...?"),
+        ("train cuad --checkpointing", "did you mean --set checkpointing=true?"),
+        ("train tiny --betas 0.9", "did you mean --set 'optimizer.betas=[...]'?"),
+        ("train cuad --model.length 64", "did you mean --set model.length=64?"),
+        ("train imdb --num-train-epochs 2", "did you mean --set epochs=2?"),
+        ("train imdb --outptu x", "No such option: --outptu (Possible options: --output)"),
+        ("train tinny --epochs 1", "No such option: --epochs"),
+        ("compare --learning-rate 1e-4", "did you mean --set learning_rate=1e-4?"),
+        ("compare --task spans --longest 9", "did you mean --set answers.longest=9?"),
+        ("compare --max-length 9", "--set model.length=9? (Possible options: --length)"),
+        ("study rivals --lr 1e-3", "did you mean --set phases.0.learning_rate=1e-3?"),
+        ("study positions --steps 3", "did you mean --set updates=3?"),
+        ("study summaries --beams 3", "did you mean --set writing.beams=3?"),
+    ],
+)
+def test_settings_given_as_options_are_recognised(arguments: str, message: str) -> None:
+    assert message in invoke(*arguments.split(), code=2)
+
+
 def test_output_must_be_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longspan.cli_settings import SettingCommand
 from longspan.cli_train import console_for_logs
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _Shared = Annotated[
 _Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its growth, in bytes.")]
 
 
-@commands.command()
+@commands.command(cls=SettingCommand)
 def study(
     name: Annotated[
         str,

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from longspan.cli_settings import SettingCommand
+
 commands = typer.Typer()
 
 _PANEL = "Finetuning on examples"
@@ -268,7 +270,7 @@ def embed(
     console.print(said, highlight=False, soft_wrap=True)
 
 
-@commands.command()
+@commands.command(cls=SettingCommand)
 def compare(
     data: Annotated[Path, typer.Option(help="The examples: CSV, TSV, JSON lines or Parquet.")],
     model: Annotated[str, typer.Option(help="What to start from: a folder, or a hub name.")],

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from longspan import cli_tasks
+from longspan.cli_settings import SettingCommand
 
 commands = typer.Typer()
 
@@ -48,7 +49,7 @@ def recipes(
     console_for_logs().print(table)
 
 
-@commands.command()
+@commands.command(cls=SettingCommand)
 def train(
     recipe: Annotated[str, typer.Argument(help="A name from [bold]longspan recipes[/].")],
     setting: Annotated[

@@ -52,6 +52,8 @@ def test_a_part_of_several_values_is_replaced():
         ("phases.0.stepps=3", "phases.0.stepps is unknown; did you mean steps?"),
         ("steps=3", "steps is unknown; did you mean phases.0.steps?"),
         ("hidden_size=3", "hidden_size is unknown; did you mean model.hidden_size?"),
+        ("lr=3", "lr is unknown; did you mean phases.0.learning_rate?"),
+        ("batch_size=3", "batch_size is unknown; did you mean phases.0.batch?"),
         ("optimiser.clip=3", "optimiser is unknown; did you mean optimizer?"),
         ("phases.9.steps=3", "phases.9: there are 5, numbered from 0"),
         ("phases.0.steps=many", "phases.0.steps='many': expected int"),

@@ -196,9 +196,9 @@ def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     for key, value in settings.items():
         *path, last = key.split(".")
         inside: Any = values
-        below = None if path or last in values else next(_below(values, last), None)
-        if below is not None:
-            raise ValueError(f"{key} is unknown; did you mean {below}?")
+        meant = None if path or last in values else find_setting(recipe, last)
+        if meant is not None:
+            raise ValueError(f"{key} is unknown; did you mean {meant[0]}?")
         if path == ["attention"] and isinstance(values.get("attention"), str):
             values["attention"] = {"kind": values["attention"]}  # which now gets an option
         for depth, name in enumerate(path):
@@ -226,14 +226,34 @@ def leaves(inside: Any) -> Iterator[tuple[str, Any]]:
             yield str(key), value
 
 
-def _below(inside: Any, name: str) -> Iterator[str]:
-    """Keys that end in `name`, those of first phases and layers first."""
+# What others call it, where a recipe has no setting of that name.
+_ALSO = {"lr": "learning_rate", "steps": "updates"}
+_FILLING = {"max", "num", "size", "train"}  # as in max_length, batch_size, num_train_epochs
+
+
+def find_setting(recipe: Plan, name: str) -> tuple[str, Any] | None:
+    """The key that a name is probably meant for, with its value: "model.window" for "window";
+    None if there is none like it."""
+    values = dict(_below(recipe.to_dict()))
+    keys: dict[str, str] = {}  # by their last part: the uppermost, or of the first phase or layer
+    for key in sorted(values, key=lambda key: "." in key):
+        keys.setdefault(key.rpartition(".")[2], key)
+    core = "_".join(word for word in name.split("_") if word not in _FILLING)
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.8)
+    for own in (name, core, _ALSO.get(name), _ALSO.get(core), *near):
+        key = own if own in values else keys.get(own or "")
+        if key is not None:
+            return key, values[key]
+    return None
+
+
+def _below(inside: Any) -> Iterator[tuple[str, Any]]:
+    """Every key, those of parts included, with what stands there."""
     each = inside if isinstance(inside, Mapping) else dict(enumerate(inside))
     for key, value in each.items():
-        if key == name:
-            yield name
+        yield str(key), value
         if isinstance(value, Mapping | list | tuple):
-            yield from (f"{key}.{rest}" for rest in _below(value, name))
+            yield from ((f"{key}.{rest}", below) for rest, below in _below(value))
 
 
 def _place(inside: Any, name: str, key: str) -> Any:
