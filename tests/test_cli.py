@@ -439,7 +439,7 @@ def test_choosing_and_reasoning(tmp_path: Path) -> None:
     command += ["--answers", "right", "--set", "data.separator=|", "--set", "model.length=24"]
     output = plain(invoke(*command, "--output", run))
     assert "; 2 choices each" in output
-    assert "are read in pieces" in output
+    assert "are read in part only" in output
     assert "test (step-00000002): accuracy" in output
     assert "12 rows in" in plain(invoke("predict", run, str(data)))
 

@@ -72,6 +72,16 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     assert source.measure in found["test"]
 
 
+@pytest.mark.parametrize("name", FINETUNING)
+def test_shrunk_recipes_read_little(name):
+    """However long documents are, and whatever is in the file."""
+    small = shrink_finetuning(FINETUNING[name]())
+    assert small.model.length <= 1024
+    assert (small.too_long, small.precision, small.batch) == ("head", "no", 2)
+    assert small.data.limit <= (8 if small.model.new is None else 64)
+    assert small.writing.longest * small.writing.beams <= 32
+
+
 @pytest.mark.parametrize("name", ARENA)
 def test_arenas_run_two_steps_with_every_kind(name, tmp_path):
     source = FINETUNING[name]()

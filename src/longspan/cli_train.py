@@ -74,7 +74,12 @@ def train(
         bool, typer.Option("--resume", help="Go on with the run in that folder.")
     ] = False,
     small: Annotated[
-        bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
+        bool,
+        typer.Option(
+            "--shrink",
+            help="Toy size, two steps per phase; the beginnings of a few examples, by the --model "
+            "as it is: does it run here?",
+        ),
     ] = False,
     model: cli_tasks.Model = None,
     valid: cli_tasks.Valid = None,
