@@ -44,7 +44,7 @@ class Optimizer:
         schedule: what follows warm-up; "rsqrt" falls with the root of the steps done.
         over: whether "cosine", "linear" and "polynomial" run their course within each phase, or
             over all.
-        final: the fraction of the learning rate at which they end.
+        final: the fraction of the learning rate that they reach once all steps are done.
         power: of the part that is left to go, for "polynomial".
     """
 

@@ -6,8 +6,13 @@ from longspan.train.recipe import Plan
 
 
 def learning_rate(recipe: Plan, step: float) -> float:
-    """Of a step counted from 0, or of a place between two. Warm-up reaches the top in its last
-    step."""
+    """Of a step counted from 0, or of a place between two.
+
+    Warm-up begins above 0 and reaches the top in its last step. What follows falls with the steps
+    that were done before, as in transformers' and PyTorch's schedules and those of the papers: the
+    first step still has the top, and the end (`final`) is where the step after the last would be.
+    So no step has a rate of 0, which would change nothing.
+    """
     optimizer = recipe.optimizer
     number, inside = recipe.at(step)
     phase = recipe.phases[number]
@@ -19,10 +24,9 @@ def learning_rate(recipe: Plan, step: float) -> float:
         return phase.learning_rate * (max(1, phase.warmup) / (inside + 1)) ** 0.5
     if optimizer.over == "run":
         first = recipe.phases[0].warmup
-        done = (step + 1 - first) / max(1, recipe.steps - first)
+        done = (step - first) / max(1, recipe.steps - first)
     else:
-        done = (inside + 1 - phase.warmup) / max(1, phase.steps - phase.warmup)
-    done = min(1.0, done)
+        done = (inside - phase.warmup) / max(1, phase.steps - phase.warmup)
     if optimizer.schedule == "cosine":
         left = (1.0 + math.cos(math.pi * done)) / 2.0
     else:
