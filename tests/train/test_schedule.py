@@ -75,7 +75,7 @@ def test_cosine_over_the_run():
     found = rates(schedule="cosine", over="run")
     assert found[4] == 1.0
     assert found[12] == pytest.approx(0.5 * (1 + math.cos(math.pi * 8 / 12)) / 2)
-    assert found[15] > 0.0
+    assert found[10] < found[11] < found[9]  # warm-up of the second phase leads to where it goes on
     assert rates(schedule="cosine")[7] == pytest.approx(0.5)
 
 
