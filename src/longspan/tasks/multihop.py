@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForMultihop
-from longspan.tasks.answers import best_answers
+from longspan.tasks.answers import best_answers, read_candidates
 from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.documents import Reach, beyond, check_room, collate, reach
 from longspan.tasks.evidence import Found, choose_evidence, describe, facts
@@ -153,6 +153,7 @@ class Reasoner:
         """Answer and evidence for each question."""
         batch, layouts = self.collate(asked)
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        # What is left to do is much for the host to ask for, and little to compute.
         scores = Scores(*(one.cpu() for one in self.scores(model, batch)))
         found = []
         for number, (start, end, paragraphs, sentences) in enumerate(
@@ -169,7 +170,10 @@ class Reasoner:
             spans = []
             if len(start):
                 best = best_answers(start, end, settings.longest, settings.best, unit)
-                spans = [(*at.within[a], at.within[b, 1], score) for a, b, score in best]
+                spans = [
+                    (*at.within[a], at.within[b, 1], score)
+                    for a, b, score in read_candidates([best])[0]
+                ]
             by_paragraph = dict(zip(at.paragraphs.tolist(), paragraphs.tolist(), strict=True))
             pairs = [(int(p), int(s)) for p, s in at.sentences]
             by_sentence = dict(zip(pairs, sentences.tolist(), strict=True))

@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForQuestionAnswering
-from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure, scores
+from longspan.tasks.answers import (
+    Answer,
+    Found,
+    best_answers,
+    best_threshold,
+    measure,
+    read_candidates,
+    scores,
+)
 from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.documents import (
     Tokens,
@@ -34,6 +42,7 @@ from longspan.train.finetuning import Finetuning
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("f1", "exact", "best_f1", "best_exact")
+_READ = ("input_ids", "attention_mask", "cu_seqlens", "token_type_ids")  # by the model
 
 
 class Asked(NamedTuple):
@@ -96,25 +105,27 @@ class Finder:
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits of starts and of ends at every `place`."""
-        names = ("input_ids", "attention_mask", "cu_seqlens", "token_type_ids")
-        done = model(**{name: batch[name] for name in names if name in batch})
+        done = model(**{name: batch[name] for name in _READ if name in batch})
         start, end = done.start_logits.float(), done.end_logits.float()
         return start.flatten()[batch["place"]], end.flatten()[batch["place"]]
 
     def find(self, model: Any, asked: Sequence[Asked]) -> list[Found]:
         """The best candidates for each question, as tokens, with the score of no answer."""
-        batch = {name: tensor.to(model.device) for name, tensor in self.collate(asked).items()}
-        with torch.no_grad():
-            start, end = (one.cpu() for one in self.scores(model, batch))
+        batch = self.collate(asked)
         sizes = batch["group"].bincount(minlength=len(asked)).tolist()
         counts = batch["pieces"].tolist()
+        given = {name: batch[name].to(model.device) for name in (*_READ, "place") if name in batch}
+        with torch.no_grad():
+            start, end = self.scores(model, given)
         settings = self.recipe.answers
-        found = []
+        some, sums = [], []
         for s, e, count in zip(start.split(sizes), end.split(sizes), counts, strict=True):
-            nothing = float(s[:count].logsumexp(0) + e[:count].logsumexp(0))
-            some = best_answers(s[count:], e[count:], settings.longest, settings.best)
-            found.append(Found(some, nothing, float(s.logsumexp(0) + e.logsumexp(0))))
-        return found
+            some.append(best_answers(s[count:], e[count:], settings.longest, settings.best))
+            sums.append(s[:count].logsumexp(0) + e[:count].logsumexp(0))
+            sums.append(s.logsumexp(0) + e.logsumexp(0))
+        # Only now the device is waited for, once for all questions.
+        totals = iter(torch.stack(sums).tolist())
+        return [Found(own, next(totals), next(totals)) for own in read_candidates(some)]
 
     def predict(self, model: Any, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """For each row its answer, or an empty one, and the candidates, with their characters."""
