@@ -75,6 +75,13 @@ def test_best_answers_among_equals(data):
         assert chosen(start, end, longest, count, unit) == best
 
 
+def test_choosing_answers_waits_for_no_device():
+    """It can be asked of tensors that have no numbers."""
+    scores, unit = torch.empty(1000, device="meta"), torch.empty(1000, device="meta")
+    for units in ((), (unit,)):
+        assert [one.shape for one in best_answers(scores, scores, 30, 5, *units)] == [(5,)] * 3
+
+
 def test_best_answers_of_long_documents_are_those_of_all_pairs():
     torch.manual_seed(0)
     start, end = torch.randn(2, 5000)

@@ -132,11 +132,13 @@ class Finder:
         columns = self.recipe.data.columns
         texts = [row.text(columns.get("text", "text")) for row in rows]
         questions = [row.text(columns.get("question", "question")).strip() for row in rows]
-        documents = tokenize(self.tokenizer, texts)
+        known = list(dict.fromkeys(texts))  # of which a contract has a row for each question
+        tokens = dict(zip(known, tokenize(self.tokenizer, known), strict=True))
         words = tokenize(self.tokenizer, questions)
         none = np.zeros(0, dtype=np.int64)
         made: list[dict[str, Any]] = []
-        for row, text, document, question in zip(rows, texts, documents, words, strict=True):
+        for row, text, question in zip(rows, texts, words, strict=True):
+            document = tokens[text]
             if not len(document.ids) or not text.strip():
                 made.append({"skipped": "the text is empty"})
                 continue
