@@ -42,6 +42,13 @@ def test_values_are_replaced():
     assert RECIPE.phases[1].steps == 50_000
 
 
+def test_epochs_take_the_place_of_updates():
+    recipe = FINETUNING["mlm"]()
+    assert change(recipe, {"batch": 2}).updates == 65_000
+    assert change(recipe, {"epochs": 2}).updates == 0
+    assert change(recipe, {"updates": 9, "epochs": 2}).updates == 9
+
+
 def test_a_part_of_several_values_is_replaced():
     assert change(find("tiny"), {"optimizer.betas.1": 0.9}).optimizer.betas == (0.9, 0.9)
 

@@ -206,7 +206,8 @@ class Finetuning(Plan):
         attention: of the layers of a new model: a kind ("performer"), its setting ({"kind":
             "performer", "features": 64}), or one per layer.
         epochs: passes over the training examples.
-        updates: of the weights; 0 = as many as the epochs take.
+        updates: of the weights; 0 = as many as the epochs take. A setting of `epochs` alone
+            makes it 0.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
         too_long: what to do with a document beyond `model.length`. "refuse": stop with an error.
             "split": read it in pieces; labels and choices take the mean of their scores, answers

@@ -193,6 +193,8 @@ _OPEN = (
 def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     """A recipe with some values replaced, e.g. {"phases.0.steps": 10, "model.hidden_size": 64}."""
     values = _loose(recipe.to_dict())
+    if "epochs" in settings and "updates" in values:
+        values["updates"] = 0  # of two ways to say how long, the one that is asked for
     for key, value in settings.items():
         *path, last = key.split(".")
         inside: Any = values
