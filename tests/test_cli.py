@@ -296,6 +296,7 @@ def test_a_recipe_shows_what_can_be_set() -> None:
 
     shown = dict(line.split(None, 1) for line in invoke("recipes", "classify").splitlines()[2:])
     assert (shown["epochs"].strip(), shown["model.length"].strip()) == ("5.0", "4096")
+    assert shown["data.columns.label"].strip() == "label"
     assert "did you mean classify?" in plain(invoke("recipes", "clasify", code=2))
     for name in (*RECIPES, *FINETUNING):
         recipe = find_any(name)
@@ -322,17 +323,44 @@ def test_training_mistakes_are_said_before_anything_starts(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train classify --epochs 1", "--epochs; did you mean --set epochs=1?"),
+        ("train classify --seed=3", "--seed; did you mean --set seed=3?"),
+        ("train books --batch 4", "--batch; did you mean --set phases.0.batch=4?"),
+        ("train cuad --window --resume", "--window; did you mean --set model.window=...?"),
+        ("train cuad --checkpointing", "did you mean --set checkpointing=true?"),
+        ("train tiny --betas 0.9", "did you mean --set 'optimizer.betas=[...]'?"),
+        ("train cuad --model.length 64", "did you mean --set model.length=64?"),
+        ("train imdb --num-train-epochs 2", "did you mean --set epochs=2?"),
+        ("train imdb --outptu x", "No such option: --outptu (Possible options: --output)"),
+        ("train tinny --epochs 1", "No such option: --epochs"),
+        ("compare --learning-rate 1e-4", "did you mean --set learning_rate=1e-4?"),
+        ("compare --task spans --longest 9", "did you mean --set answers.longest=9?"),
+        ("compare --max-length 9", "--set model.length=9? (Possible options: --length)"),
+        ("study rivals --lr 1e-3", "did you mean --set phases.0.learning_rate=1e-3?"),
+        ("study positions --steps 3", "did you mean --set updates=3?"),
+        ("study summaries --beams 3", "did you mean --set writing.beams=3?"),
+    ],
+)
+def test_settings_given_as_options_are_recognised(arguments: str, message: str) -> None:
+    assert message in invoke(*arguments.split(), code=2)
+
+
 def test_output_must_be_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file" in invoke("bench", "attention", "--quick", "--output", str(file), code=2)
 
 
-def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
-    import json
-
+def test_finetuning_predicting_and_their_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tasks.finetuned import labelled
     from tasks.tiny import tiny_checkpoint
+
+    from longspan.tasks import predict
 
     data, source = labelled(tmp_path / "animals.csv"), tiny_checkpoint(tmp_path / "source")
     run = str(tmp_path / "run")
@@ -344,6 +372,12 @@ def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
         invoke(*command, *toy, "--model", str(source), code=2)
     )
     assert "choose from refuse, split, head" in plain(invoke(*whole, "--too-long", "cut", code=2))
+    assert "--choices: classify reads no such column; there are --text, --label, --id" in plain(
+        invoke(*whole, "--choices", "x", code=2)
+    )
+    assert "data.columns.lable is unknown; did you mean label?" in plain(
+        invoke(*whole, "--set", "data.columns.lable=animal", code=2)
+    )
     assert not Path(run).exists()
     output = invoke(*whole)
     assert "labels: cat, dog" in output
@@ -354,6 +388,22 @@ def test_finetuning_predicting_and_their_mistakes(tmp_path: Path) -> None:
     assert "exists already" in plain(invoke("predict", run, str(tmp_path / "new.csv"), code=2))
     assert "4 rows in" in plain(invoke("predict", run, str(tmp_path / "new.csv"), "--resume"))
     assert "choose from best, last" in invoke("predict", run, "x", "--checkpoint", "1", code=2)
+
+    (tmp_path / "other.csv").write_text("key,review\na,the cat\nb,a dog\n")
+    other = ("predict", run, str(tmp_path / "other.csv"))
+    assert "2 rows in" in plain(invoke(*other, "--text", "review", "--id", "key"))
+    lines = (tmp_path / "run" / "predictions" / "other.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["a", "b"]
+    with monkeypatch.context() as patch:  # what is wrong is said before the model is loaded
+        patch.setattr(predict, "load_model", None)
+        for given, wrong in (
+            ((), "line 2: there is no column 'body'; there are 'key', 'review': --text names"),
+            (("--text", "revue"), "there is no column 'revue'; there are"),
+            (("--text", "review", "--id", "name"), "there is no column 'name'; there are"),
+            (("--question", "key"), "--question: classify reads no such column; there are --text"),
+            (("--conll", "x"), "finds no clusters, its task is classify"),
+        ):
+            assert wrong in plain(invoke(*other, *given, code=2))
 
     model = str(tmp_path / "model")
     assert "24 -> 48 positions" in invoke("convert", run, model, "--max-length", "48")
@@ -389,7 +439,7 @@ def test_choosing_and_reasoning(tmp_path: Path) -> None:
     command += ["--answers", "right", "--set", "data.separator=|", "--set", "model.length=24"]
     output = plain(invoke(*command, "--output", run))
     assert "; 2 choices each" in output
-    assert "are read in pieces" in output
+    assert "are read in part only" in output
     assert "test (step-00000002): accuracy" in output
     assert "12 rows in" in plain(invoke("predict", run, str(data)))
 

@@ -30,9 +30,10 @@ MAY_IMPORT = {
     | {"graphs"},
     "analyze": {"bench", "machine", "tasks", "train", "models", "ops", "data"},
     "demo": {"analyze", "bench", "hub", "layers", "machine", "models", "tasks"},
-    "cli_tasks": {"analyze", "recipes", "tasks", "train"},
-    "cli_train": {"cli_tasks", "analyze", "recipes", "tasks", "train", "models"},
-    "cli_study": {"cli_train", "analyze", "recipes", "tasks", "train"},
+    "cli_settings": {"recipes", "train"},
+    "cli_tasks": {"cli_settings", "analyze", "recipes", "tasks", "train"},
+    "cli_train": {"cli_settings", "cli_tasks", "analyze", "recipes", "tasks", "train", "models"},
+    "cli_study": {"cli_settings", "cli_train", "analyze", "recipes", "tasks", "train"},
     "cli": {"cli_train", "cli_tasks", "cli_study", "doctor", "bench", "hub", "demo", "machine"}
     | {"tasks"},
     "__init__": {"ops", "models", "hub", "tasks", "registration"},

@@ -21,7 +21,7 @@ from longspan.tasks.finetune import finetune, make_task
 from longspan.tasks.kinds import kinds_of
 from longspan.tasks.start import build_new
 from longspan.tasks.vocabulary import make_tokenizer
-from longspan.train.finetuning import planned
+from longspan.train.finetuning import check_columns, planned
 from longspan.train.loop import train
 from longspan.train.recipe import Phase, change
 from longspan.train.schedule import learning_rate
@@ -54,6 +54,7 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     source = FINETUNING[name]()
     assert source.name == name
     assert summary(name).endswith(".")
+    check_columns(source.task, source.data.columns)
     toy = toy_recipe(source.task, tmp_path)
     settings = {
         "batch": 4,
@@ -69,6 +70,16 @@ def test_finetuning_recipes_run_two_steps(name, tmp_path):
     task = make_task(change(source, settings))
     found = finetune(task, tmp_path / "run", console=Console(quiet=True))
     assert source.measure in found["test"]
+
+
+@pytest.mark.parametrize("name", FINETUNING)
+def test_shrunk_recipes_read_little(name):
+    """However long documents are, and whatever is in the file."""
+    small = shrink_finetuning(FINETUNING[name]())
+    assert small.model.length <= 1024
+    assert (small.too_long, small.precision, small.batch) == ("head", "no", 2)
+    assert small.data.limit <= (8 if small.model.new is None else 64)
+    assert small.writing.longest * small.writing.beams <= 32
 
 
 @pytest.mark.parametrize("name", ARENA)
@@ -149,8 +160,9 @@ def test_pretraining_is_as_published():
     assert (made.model.window, made.masking.share, made.optimizer.power) == (512, 0.15, 3.0)
     # Power 3 of what is left: an eighth half-way.
     assert learning_rate(made, 499) == pytest.approx(3e-5)
-    assert learning_rate(made, 500 + 32_250 - 1) == pytest.approx(3e-5 / 8)
-    assert learning_rate(made, 64_999) == 0.0
+    assert learning_rate(made, 500) == pytest.approx(3e-5)
+    assert learning_rate(made, 500 + 32_250) == pytest.approx(3e-5 / 8)
+    assert 0.0 < learning_rate(made, 64_999) < 1e-18
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longspan.cli_settings import SettingCommand
 from longspan.cli_train import console_for_logs
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _Shared = Annotated[
 _Step = Annotated[int, typer.Option(min=1, help="RECL's first context and its growth, in bytes.")]
 
 
-@commands.command()
+@commands.command(cls=SettingCommand)
 def study(
     name: Annotated[
         str,
@@ -55,7 +56,10 @@ def study(
         list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")
     ] = None,
     small: Annotated[
-        bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
+        bool,
+        typer.Option(
+            "--shrink", help="Toy size, two steps per phase, little text: does it run here?"
+        ),
     ] = False,
     limit: _Scored = 0,
     rows: _Rows = 64,
@@ -198,6 +202,7 @@ def study(
 def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, small: bool) -> None:
     from longspan.analyze.positions import describe, draw, markdown, table
     from longspan.recipes import FINETUNING
+    from longspan.recipes.shrink import shrink_finetuning
     from longspan.tasks.positions import study as carry_out
     from longspan.train.checkpoint import write_json, write_text
     from longspan.train.recipe import change
@@ -205,8 +210,7 @@ def _positions(settings: dict[str, Any], folder: Path, only: list[str] | None, s
     console = console_for_logs()
     recipe = change(FINETUNING["mlm"](), {"updates": 2000, "evaluation.every": 250})
     if small:
-        toy = {"updates": 2, "batch": 2, "accumulate": 1, "data.limit": 8, "evaluation.limit": 2}
-        recipe = change(recipe, {**toy, "evaluation.every": 0, "precision": "no"})
+        recipe = change(shrink_finetuning(recipe), {"batch": 1, "data.limit": 4})  # seven times
     result = carry_out(change(recipe, settings), folder, console, only or ())
     if result is None:
         return

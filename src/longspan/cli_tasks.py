@@ -7,9 +7,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from longspan.cli_settings import SettingCommand
+
 commands = typer.Typer()
 
 _PANEL = "Finetuning on examples"
+
+
+def _column(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Columns, if not those of training")
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:
@@ -26,6 +32,7 @@ Label = Annotated[str | None, _option("The column of the label.")]
 Question = Annotated[str | None, _option("The column of the question.")]
 Answers = Annotated[str | None, _option("The column of the answers, or of the summaries.")]
 Choices = Annotated[str | None, _option("The column of the answers to choose from.")]
+Id = Annotated[str | None, _option("The column of the id, if there is one.", "--id")]
 Several = Annotated[bool, _option("An example may have several labels, or none.", "--several")]
 TooLong = Annotated[
     str | None,
@@ -35,6 +42,18 @@ TooLong = Annotated[
     ),
 ]
 Seeds = Annotated[int, _option("Runs, each with another seed; mean and deviation.", min=1)]
+
+
+def named_columns(task: str, **given: str | None) -> dict[str, str]:
+    """The columns that options name; an error for one of something that the task does not read."""
+    from longspan.train.finetuning import COLUMNS
+
+    found = {name: column for name, column in given.items() if column is not None}
+    for name in found:
+        if name not in COLUMNS[task]:
+            known = ", ".join(f"--{one}" for one in given if one in COLUMNS[task])
+            raise ValueError(f"--{name}: {task} reads no such column; there are {known}")
+    return found
 
 
 def finetune(
@@ -64,10 +83,11 @@ def finetune(
         "model.source": given["model"],
         "too_long": given["too_long"],
         "data.several": given["several"] or None,
-        **{f"data.columns.{column}": value for column, value in columns.items()},
     }
     recipe = FINETUNING[name]()
     recipe = shrink_finetuning(recipe) if small else recipe
+    for own, column in named_columns(recipe.task, **columns).items():
+        asked[f"data.columns.{own}"] = column
     chosen = {key: value for key, value in asked.items() if value is not None}
     recipe = change(recipe, chosen | settings)
     if seeds > 1:
@@ -95,7 +115,10 @@ def _show_spread(found: dict[str, Any], console: Console) -> None:
 @commands.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[str, typer.Argument(help="The rows to predict, with the columns of the run.")],
+    file: Annotated[
+        str,
+        typer.Argument(help="The rows to predict; columns as in training, unless you name yours."),
+    ],
     output: Annotated[
         Path | None, typer.Option(help="JSON lines; RUN/predictions/FILE.jsonl by default.")
     ] = None,
@@ -116,18 +139,32 @@ def predict(
         ),
     ] = False,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
+    text: Annotated[str | None, _column("The column of the text.")] = None,
+    question: Annotated[str | None, _column("The column of the question.")] = None,
+    choices: Annotated[str | None, _column("The column of the answers to choose from.")] = None,
+    sentences: Annotated[str | None, _column("The column of the words, for coreference.")] = None,
+    speakers: Annotated[str | None, _column("The column of who says them.")] = None,
+    id: Annotated[str | None, _column("The column of the id, if there is one.", "--id")] = None,
 ) -> None:
     """Predict every row of a table, in its order, as JSON lines; a killed one can be resumed.
 
     By a run of [bold]longspan train[/] on examples. The file may be whatever it takes as --data.
 
     [bold]longspan predict runs/stars new.csv[/]
+    [bold]longspan predict runs/stars others.jsonl --text review[/]
     [bold]longspan predict runs/papers new.jsonl --stream[/]
     """
     from transformers.utils import logging
 
     from longspan.tasks.lines import remarks
-    from longspan.tasks.predict import Pipeline, predict_file, write_clusters
+    from longspan.tasks.predict import (
+        Pipeline,
+        check_file,
+        find_run,
+        predict_file,
+        rename,
+        write_clusters,
+    )
 
     logging.disable_progress_bar()
     console = Console()
@@ -140,10 +177,15 @@ def predict(
             raise typer.BadParameter(f"{option} {value}: choose from {known}")
     target = output or run / "predictions" / f"{Path(file).name.split('.')[0]}.jsonl"
     policy: Any = too_long
+    columns = {"text": text, "question": question, "choices": choices}
+    columns |= {"sentences": sentences, "speakers": speakers, "id": id}
     try:
-        use = Pipeline(run, which=checkpoint, too_long=policy)
-        if conll is not None and use.recipe.task != "coref":
-            raise ValueError(f"--conll: {run} finds no clusters, its task is {use.recipe.task}")
+        recipe, _ = find_run(run, checkpoint)
+        if conll is not None and recipe.task != "coref":
+            raise ValueError(f"--conll: {run} finds no clusters, its task is {recipe.task}")
+        named = named_columns(recipe.task, **columns)
+        check_file(rename(recipe, named), file, named)
+        use = Pipeline(run, which=checkpoint, too_long=policy, columns=named)
         with nullcontext() if stream else console.status("predicting ...") as status:
             count = predict_file(
                 use,
@@ -228,7 +270,7 @@ def embed(
     console.print(said, highlight=False, soft_wrap=True)
 
 
-@commands.command()
+@commands.command(cls=SettingCommand)
 def compare(
     data: Annotated[Path, typer.Option(help="The examples: CSV, TSV, JSON lines or Parquet.")],
     model: Annotated[str, typer.Option(help="What to start from: a folder, or a hub name.")],
@@ -240,6 +282,7 @@ def compare(
     question: Question = None,
     answers: Answers = None,
     choices: Choices = None,
+    id: Id = None,
     several: Several = False,
     length: Annotated[int, typer.Option(min=32, help="Tokens that count as long.")] = 4096,
     short: Annotated[int, typer.Option(min=16, help="Tokens that count as short.")] = 512,
@@ -272,7 +315,7 @@ def compare(
     console = Console()
     console = console if console.is_terminal else Console(width=120)
     columns = {"text": text, "label": label, "question": question, "answers": answers}
-    columns["choices"] = choices
+    columns |= {"choices": choices, "id": id}
     asked = {
         "data.train": str(data),
         "data.valid": valid,
@@ -281,10 +324,11 @@ def compare(
         "model.source": model,
         "model.length": length,
         "too_long": "split",
-        **{f"data.columns.{column}": value for column, value in columns.items()},
     }
     chosen = {key: value for key, value in asked.items() if value is not None}
     try:
+        for own, column in named_columns(task, **columns).items():
+            chosen[f"data.columns.{own}"] = column
         recipe = change(FINETUNING[task](), chosen | parse(setting or []))
         result = carry_out(recipe, output, short=short, seeds=seeds, console=console)
     except (ValueError, OSError, FloatingPointError) as error:

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from longspan import cli_tasks
+from longspan.cli_settings import SettingCommand
 
 commands = typer.Typer()
 
@@ -25,6 +26,7 @@ def recipes(
     from rich.text import Text
 
     from longspan.recipes import FINETUNING, RECIPES, find_any, summary
+    from longspan.train.finetuning import COLUMNS, Finetuning
     from longspan.train.recipe import leaves
 
     if name is None:
@@ -38,13 +40,16 @@ def recipes(
             raise typer.BadParameter(str(error)) from None
         console_for_logs().print(summary(name), highlight=False)
         table = Table("setting", "value", box=None, pad_edge=False)
-        for key, value in leaves(recipe.to_dict()):
+        values = recipe.to_dict()
+        if isinstance(recipe, Finetuning):
+            values["data"]["columns"] = COLUMNS[recipe.task] | recipe.data.columns
+        for key, value in leaves(values):
             # As --set takes it.
             table.add_row(key, Text(value if isinstance(value, str) else dumps(value)))
     console_for_logs().print(table)
 
 
-@commands.command()
+@commands.command(cls=SettingCommand)
 def train(
     recipe: Annotated[str, typer.Argument(help="A name from [bold]longspan recipes[/].")],
     setting: Annotated[
@@ -69,7 +74,12 @@ def train(
         bool, typer.Option("--resume", help="Go on with the run in that folder.")
     ] = False,
     small: Annotated[
-        bool, typer.Option("--shrink", help="Toy size, two steps per phase: does it run here?")
+        bool,
+        typer.Option(
+            "--shrink",
+            help="Toy size, two steps per phase; the beginnings of a few examples, by the --model "
+            "as it is: does it run here?",
+        ),
     ] = False,
     model: cli_tasks.Model = None,
     valid: cli_tasks.Valid = None,
@@ -79,6 +89,7 @@ def train(
     question: cli_tasks.Question = None,
     answers: cli_tasks.Answers = None,
     choices: cli_tasks.Choices = None,
+    id: cli_tasks.Id = None,
     several: cli_tasks.Several = False,
     too_long: cli_tasks.TooLong = None,
     seeds: cli_tasks.Seeds = 1,
@@ -112,7 +123,7 @@ def train(
         settings = parse(setting or [])
         if recipe in FINETUNING:
             columns = {"text": text, "label": label, "question": question, "answers": answers}
-            columns["choices"] = choices
+            columns |= {"choices": choices, "id": id}
             cli_tasks.finetune(
                 recipe,
                 settings,
@@ -137,8 +148,8 @@ def train(
         for_examples = {
             **{"--model": model, "--valid": valid, "--test": test, "--text": text},
             **{"--label": label, "--question": question, "--answers": answers},
-            **{"--choices": choices, "--several": several, "--too-long": too_long},
-            "--seeds": seeds > 1,
+            **{"--choices": choices, "--id": id, "--several": several},
+            **{"--too-long": too_long, "--seeds": seeds > 1},
         }
         given = [name for name, value in for_examples.items() if value]
         if given:

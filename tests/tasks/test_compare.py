@@ -9,6 +9,7 @@ import pytest
 from tasks.finetuned import QUIET, recipe, sentence
 
 from longspan.analyze.comparison import draw, table
+from longspan.models import presets
 from longspan.tasks import compare as comparing
 from longspan.tasks.compare import (
     CHUNKS,
@@ -22,6 +23,7 @@ from longspan.tasks.compare import (
     contenders,
     interval,
 )
+from longspan.tasks.predict import Pipeline
 
 
 def animals(path, first, last, count=120):
@@ -46,8 +48,12 @@ def toy(tmp_path, first, last, **changes):
 
 
 def test_what_stands_at_the_end_needs_long_context(tmp_path, monkeypatch):
-    made = toy(tmp_path, 20, 40)
+    made, said = toy(tmp_path, 20, 40), []
+    monkeypatch.setattr(presets.logger, "warning_once", said.append)
     result = compare(made, tmp_path / "out", short=16, console=QUIET)
+    assert not said  # one of them has no global tokens, and is meant to; elsewhere it is warned of
+    Pipeline(tmp_path / "out" / "long-window-only" / "seed-0")("the cat")
+    assert ["no token is global" in one for one in said] == [True]
     scores = {one.name: one.score for one in result.contenders}
     assert scores[GLOBAL].value == 1.0
     assert scores[FIRST].value < 0.75

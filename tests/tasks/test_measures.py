@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from longspan.tasks.measures import answer_scores, label_measures, normalize, word_f1
+from longspan.tasks.measures import answer_scores, label_measures, normalize
 
 
 def one_hot(labels, count):
@@ -74,7 +74,7 @@ def test_normalizing(text, squad, triviaqa):
     ],
 )
 def test_f1_of_words(found, right, f1):
-    assert word_f1(found, right) == pytest.approx(f1)
+    assert answer_scores(found, [right])[1] == pytest.approx(f1)
 
 
 def test_the_closest_of_several_answers_counts():

@@ -2,13 +2,14 @@
 
 import json
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from tasks.finetuned import QUIET, asked, labelled, recipe
 
 from longspan.tasks.finetune import finetune, make_task
 from longspan.tasks.lines import remarks
-from longspan.tasks.predict import Pipeline, predict_file
+from longspan.tasks.predict import Pipeline, check_file, predict_file, rename
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,30 @@ def test_what_is_not_read_at_once_is_counted(name, tmp_path):
     output.unlink()
     predict_file(Pipeline(tmp_path / "run", too_long="head"), source, output)
     assert remarks(output) == ['1 read in part only ("unread")']
+
+
+@pytest.mark.parametrize("name", ["choice", "coref"])
+def test_columns_may_be_called_otherwise(name, tmp_path):
+    made = recipe(name, tmp_path, epochs=0.5, too_long="split")
+    finetune(make_task(made), tmp_path / "run", console=QUIET)
+    renamed = {
+        "choice": {"text": "passage", "question": "asked", "choices": "offer", "id": "key"},
+        "coref": {"sentences": "words", "id": "key"},
+    }[name]
+    lines = Path(str(made.data.train)).read_text().splitlines()[:3]
+    rows = [json.loads(line) for line in lines]
+    plain, other = tmp_path / "plain.jsonl", tmp_path / "other.jsonl"
+    plain.write_text("\n".join(lines))
+    for row in rows:
+        for own, column in renamed.items():
+            row[column] = row.pop(own)
+    other.write_text("\n".join(map(json.dumps, rows)))
+    predict_file(Pipeline(tmp_path / "run"), plain, tmp_path / "a")
+    check_file(rename(made, renamed), other, renamed)
+    predict_file(Pipeline(tmp_path / "run", columns=renamed), other, tmp_path / "b")
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+    with pytest.raises(ValueError, match="txet is unknown; did you mean text"):
+        Pipeline(tmp_path / "run", columns={"txet": "body"})
 
 
 def test_outputs_are_guarded(use, tmp_path):

@@ -13,7 +13,14 @@ from torch.nn.functional import cross_entropy
 import longspan
 from longspan.data.examples import Skips
 from longspan.data.tables import Row
-from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure
+from longspan.tasks.answers import (
+    Answer,
+    Found,
+    best_answers,
+    best_threshold,
+    measure,
+    read_candidates,
+)
 from longspan.tasks.finetune import finetune, make_task
 from longspan.tasks.questions import Question, read_questions
 from longspan.tasks.spans import Spans, or_loss
@@ -42,13 +49,58 @@ def test_or_loss_is_the_probability_of_any_right_place():
     assert bool(scores.grad.isfinite().all())
 
 
+def chosen(*given):
+    return read_candidates([best_answers(*given)])[0]
+
+
+@given(data=st.data())
+def test_best_answers_among_equals(data):
+    """Few scores for many tokens: of equals those that begin first count, then the shorter ones,
+    whatever may not be chosen (-inf), and whatever the units are."""
+    tokens, longest, count = (data.draw(st.integers(1, n)) for n in (40, 50, 30))
+    numbers = st.lists(
+        st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 2.0]), min_size=tokens, max_size=tokens
+    )
+    start, end = (torch.tensor(data.draw(numbers)) for _ in range(2))
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=tokens))
+    units = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[:tokens]
+    for unit in (None, units):
+        every = [
+            (-float(start[i] + end[j]), i, j)
+            for i in range(tokens)
+            for j in range(i, min(i + longest, tokens))
+            if unit is None or unit[i] == unit[j]
+        ]
+        best = [(i, j, -score) for score, i, j in sorted(every) if score < torch.inf][:count]
+        assert chosen(start, end, longest, count, unit) == best
+
+
+def test_choosing_answers_waits_for_no_device():
+    """It can be asked of tensors that have no numbers."""
+    scores, unit = torch.empty(1000, device="meta"), torch.empty(1000, device="meta")
+    for units in ((), (unit,)):
+        assert [one.shape for one in best_answers(scores, scores, 30, 5, *units)] == [(5,)] * 3
+
+
+def test_best_answers_of_long_documents_are_those_of_all_pairs():
+    torch.manual_seed(0)
+    start, end = torch.randn(2, 5000)
+    padded = torch.cat([end, end.new_full((255,), -torch.inf)])
+    scores, places = (start[:, None] + padded.unfold(0, 256, 1)).flatten().topk(20)
+    expected = [
+        (at // 256, at // 256 + at % 256, score)
+        for at, score in zip(places.tolist(), scores.tolist(), strict=True)
+    ]
+    assert chosen(start, end, 256, 20) == expected
+
+
 def test_best_answers_are_the_best_of_all_pairs():
     torch.manual_seed(0)
     start, end = torch.randn(12), torch.randn(12)
     every = [(float(start[i] + end[j]), i, j) for i in range(12) for j in range(i, min(i + 4, 12))]
     expected = [(i, j) for _, i, j in sorted(every, reverse=True)[:6]]
-    assert [pair[:2] for pair in best_answers(start, end, 4, 6)] == expected
-    assert len(best_answers(start[:2], end[:2], 30, 20)) == 3
+    assert [pair[:2] for pair in chosen(start, end, 4, 6)] == expected
+    assert len(chosen(start[:2], end[:2], 30, 20)) == 3
 
 
 def test_one_loss_over_all_pieces(tmp_path):

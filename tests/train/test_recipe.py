@@ -42,6 +42,13 @@ def test_values_are_replaced():
     assert RECIPE.phases[1].steps == 50_000
 
 
+def test_epochs_take_the_place_of_updates():
+    recipe = FINETUNING["mlm"]()
+    assert change(recipe, {"batch": 2}).updates == 65_000
+    assert change(recipe, {"epochs": 2}).updates == 0
+    assert change(recipe, {"updates": 9, "epochs": 2}).updates == 9
+
+
 def test_a_part_of_several_values_is_replaced():
     assert change(find("tiny"), {"optimizer.betas.1": 0.9}).optimizer.betas == (0.9, 0.9)
 
@@ -52,6 +59,8 @@ def test_a_part_of_several_values_is_replaced():
         ("phases.0.stepps=3", "phases.0.stepps is unknown; did you mean steps?"),
         ("steps=3", "steps is unknown; did you mean phases.0.steps?"),
         ("hidden_size=3", "hidden_size is unknown; did you mean model.hidden_size?"),
+        ("lr=3", "lr is unknown; did you mean phases.0.learning_rate?"),
+        ("batch_size=3", "batch_size is unknown; did you mean phases.0.batch?"),
         ("optimiser.clip=3", "optimiser is unknown; did you mean optimizer?"),
         ("phases.9.steps=3", "phases.9: there are 5, numbered from 0"),
         ("phases.0.steps=many", "phases.0.steps='many': expected int"),

@@ -1,8 +1,12 @@
 """Learning rates, step by step."""
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
+import transformers
 
 from longspan.recipes import find
 from longspan.train.recipe import Optimizer, Phase
@@ -26,24 +30,53 @@ def test_constant():
 
 def test_linear_falls_in_every_phase():
     found = rates(schedule="linear", final=0.1)
-    assert found[3] == 1.0
-    assert found[9] == pytest.approx(0.1)
-    assert found[15] == pytest.approx(0.05)
+    assert found[3] == found[4] == 1.0
+    assert found[9] == pytest.approx(0.1 + 0.9 / 6)
+    assert found[15] == pytest.approx(0.5 * (0.1 + 0.9 / 4))
     assert found[4] - found[5] == pytest.approx(0.9 / 6)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial"])
+@pytest.mark.parametrize("over", ["phase", "run"])
+def test_no_step_is_wasted(schedule, over):
+    """Not even the only one of a run."""
+    assert min(rates(schedule=schedule, over=over)) > 0
+    alone = Phase(steps=1, length=8, batch=1, learning_rate=1.0)
+    recipe = replace(find("tiny"), phases=(alone,), optimizer=Optimizer(schedule=schedule))
+    assert learning_rate(recipe, 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
+        ("linear", transformers.get_linear_schedule_with_warmup),
+        ("cosine", transformers.get_cosine_schedule_with_warmup),
+        (
+            "polynomial",
+            partial(transformers.get_polynomial_decay_schedule_with_warmup, lr_end=0.0, power=3.0),
+        ),
+    ],
+)
+def test_they_fall_as_those_of_transformers(schedule, theirs):
+    """Behind warm-up, in which those begin with a step of 0."""
+    made = theirs(torch.optim.SGD([torch.zeros(1)], lr=1.0), 4, 10)
+    wanted = [made.lr_lambdas[0](step) for step in range(4, 10)]
+    assert rates(schedule=schedule)[4:10] == pytest.approx(wanted)
 
 
 def test_polynomial_is_linear_to_a_power():
     straight, bent = rates(schedule="linear"), rates(schedule="polynomial", power=2.0)
     assert bent[:4] == straight[:4]
     assert bent[4:10] == pytest.approx([rate**2 for rate in straight[4:10]])
-    assert bent[15] == pytest.approx(0.0)
+    assert bent[9] == pytest.approx(1 / 36)
 
 
 def test_cosine_over_the_run():
     found = rates(schedule="cosine", over="run")
-    assert found[9] == pytest.approx(0.5)  # half of what follows the first warm-up
-    assert found[15] == pytest.approx(0.0)
-    assert rates(schedule="cosine")[6] == pytest.approx(0.5)
+    assert found[4] == 1.0
+    assert found[12] == pytest.approx(0.5 * (1 + math.cos(math.pi * 8 / 12)) / 2)
+    assert found[10] < found[11] < found[9]  # warm-up of the second phase leads to where it goes on
+    assert rates(schedule="cosine")[7] == pytest.approx(0.5)
 
 
 def test_longformer_halves_it():

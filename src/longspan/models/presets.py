@@ -1,6 +1,8 @@
 """Which tokens become global when nobody says so, and which did."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -75,9 +77,22 @@ def choose_global(
     return torch.where(has_any, ended, first), None
 
 
+_MEANT: ContextVar[bool] = ContextVar("none is meant to be global", default=False)
+
+
+@contextmanager
+def none_is_meant() -> Iterator[None]:
+    """Within this, a task without global tokens is not warned about, nor counted as warned of."""
+    before = _MEANT.set(True)
+    try:
+        yield
+    finally:
+        _MEANT.reset(before)
+
+
 def warn_if_none(model: str, mask: Tensor | None) -> None:
     """Say once that a task is about to be done without any global token, where that is known."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _MEANT.get():
         return
     if mask is None or (readable(mask) and not bool(mask.any())):
         logger.warning_once(

@@ -14,7 +14,10 @@ _SIZES = {
     "num_attention_heads": _HEADS,
     "intermediate_size": 32,
 }
-_LENGTH = 256  # what stands behind it is cut off
+# What stands behind it is cut off. A checkpoint, which stays as large as it is, mostly has 512
+# positions: with twice as many it is made long, as it would be without --shrink.
+_LENGTH, _NEW_LENGTH = 1024, 256
+_WRITTEN, _BEAMS = 16, 2
 _MOST = {"left": 8, "memory": 8, "compressed": 8, "clamp": 8, "stride": 4, "longest": 8}
 
 
@@ -64,14 +67,17 @@ def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
 
 
 def shrink_finetuning(recipe: Finetuning) -> Finetuning:
-    """A few examples, two steps or half a pass, float32; what starts from nothing is small and
-    reads little."""
+    """The beginnings of a few examples, two steps or half a pass, float32; what starts from nothing
+    is small, too."""
     toy: dict[str, Any] = {"data.limit": 8, "batch": 2, "accumulate": 1, "epochs": 0.5}
     toy |= {"precision": "no", "minutes": 0.0} | ({"updates": 2} if recipe.updates else {})
+    toy |= {"model.length": min(recipe.model.length, _LENGTH), "too_long": "head"}
+    toy["writing.longest"] = min(recipe.writing.longest, _WRITTEN)
+    toy["writing.beams"] = min(recipe.writing.beams, _BEAMS)
     if recipe.model.new is not None:
         toy |= {f"model.new.config.{name}": size for name, size in _SIZES.items()}
         toy |= {"data.limit": 64, "evaluation.every": 0}
-        toy["model.length"] = min(recipe.model.length, _LENGTH)
+        toy["model.length"] = min(recipe.model.length, _NEW_LENGTH)
     for split in ("train", "valid", "test"):
         source = getattr(recipe.data, split)
         if source is not None and source.startswith(LISTOPS):

@@ -1,6 +1,7 @@
 """Answers chosen among scored tokens, and measured."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,23 +65,56 @@ class Found(NamedTuple):
         return {"answer": best["text"], **span, "candidates": found}
 
 
+class Candidates(NamedTuple):
+    """First and last token and score of answers, the best first, on the device of the scores; those
+    of -inf are none."""
+
+    first: Tensor
+    last: Tensor
+    score: Tensor
+
+
 def best_answers(
     start: Tensor, end: Tensor, longest: int, count: int, unit: Tensor | None = None
-) -> list[tuple[int, int, float]]:
-    """(first, last, score) of the `count` best answers of at most `longest` tokens, out of all
-    that begin and end in the same `unit`, a number for each token."""
+) -> Candidates:
+    """The `count` best answers of at most `longest` tokens, out of all that begin and end in the
+    same `unit`, a number for each token, whose tokens stand together. Of equals the one that begins
+    first is the better one, then the shorter.
+
+    Of the beginnings only the `count` best, each with its best end, can be among them: there are no
+    more scores than theirs, however long the document is, and nobody waits for a device.
+    """
     reach = min(longest, len(start))
-    padded = torch.cat([end, end.new_full((reach - 1,), -torch.inf)])
-    scores = start[:, None] + padded.unfold(0, reach, 1)  # [start, length - 1]
+    tokens = torch.arange(len(start), device=start.device)
+    best, size = end, 1  # best[i] is the highest of the `size` ends from i on
+    while size < reach:
+        step = min(size, reach - size)
+        behind = (tokens + step).clamp(max=len(start) - 1)
+        later = best[behind]
+        if unit is not None:
+            later = later.masked_fill(unit[behind] != unit, -torch.inf)
+        best, size = torch.maximum(best, later), size + step
+    first = _highest(start + best, count).sort().values
+    last = first[:, None] + tokens[:reach]
+    allowed = last < len(start)
+    last = last.clamp(max=len(start) - 1)
     if unit is not None:
-        ends = torch.cat([unit, unit.new_full((reach - 1,), -1)]).unfold(0, reach, 1)
-        scores = scores.masked_fill(ends != unit[:, None], -torch.inf)
-    found, place = scores.flatten().topk(min(count, scores.numel()))
-    return [
-        (at // reach, at // reach + at % reach, score)
-        for at, score in zip(place.tolist(), found.tolist(), strict=True)
-        if score > -np.inf
-    ]
+        allowed &= unit[last] == unit[first][:, None]
+    scores = (start[first][:, None] + end[last]).masked_fill(~allowed, -torch.inf).flatten()
+    chosen = _highest(scores, count)
+    return Candidates(first[chosen // reach], last.flatten()[chosen], scores[chosen])
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Places of the highest scores; unlike `topk`, of equals the first."""
+    return scores.sort(descending=True, stable=True).indices[:count]
+
+
+def read_candidates(found: Sequence[Candidates]) -> list[list[tuple[int, int, float]]]:
+    """(first, last, score) of all of them, brought from their device at once."""
+    columns = [torch.cat(column).tolist() for column in zip(*found, strict=True)]
+    rows = zip(*columns, strict=True)
+    return [[one for one in islice(rows, len(own.score)) if one[2] > -np.inf] for own in found]
 
 
 def measure(

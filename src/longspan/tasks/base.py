@@ -1,7 +1,7 @@
 """What tasks on examples have in common."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -29,7 +29,8 @@ class DocumentReader:
         if self.room < 1:
             raise ValueError(f"model.length={recipe.model.length} leaves no room for a document")
 
-    def unfold(self, row: Row) -> Iterator[Row]:
+    @staticmethod
+    def unfold(row: Row, columns: Mapping[str, str]) -> Iterator[Row]:
         """What a row holds: one document."""
         yield row
 

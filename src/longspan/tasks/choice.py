@@ -52,6 +52,7 @@ class Chooser:
     """Questions, texts and choices to scores: what prediction needs, and training builds on."""
 
     needs = ("text", "question", "choices")
+    unfold = staticmethod(unfold_offers)
 
     def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
@@ -61,9 +62,6 @@ class Chooser:
         self.template = Template(
             usual.before, [tokenizer.sep_token_id], usual.after, usual.has_types
         )
-
-    def unfold(self, row: Row) -> Iterator[Row]:
-        return unfold_offers(row, self.recipe.data.columns)
 
     def read(self, row: Row, answered: bool) -> Offer:
         return read_offer(row, self.recipe.data.columns, self.recipe.data.separator, answered)
@@ -210,7 +208,7 @@ class Choice(Chooser, QuestionTask):
         return np.array([self.size(one) for one in getattr(self.asked, split)])
 
     def _understand(self, row: Row) -> Iterator[Offer]:
-        for one in self.unfold(row):
+        for one in self.unfold(row, self.recipe.data.columns):
             offer = self.read(one, answered=True)
             flaw = offer.flaw(answered=True)
             if flaw:

@@ -40,6 +40,8 @@ class Document(NamedTuple):
 class Resolver(DocumentReader):
     """Documents to clusters: what prediction needs, and training builds on."""
 
+    needs = ()  # words of sentences, or a text
+
     def encode(self, words: Sequence[Words]) -> list[Document]:
         found = []
         for own, tokens in zip(

@@ -26,7 +26,7 @@ from longspan.tasks.scratch import make_writer
 from longspan.tasks.summaries import ROUGE, Rouge, read_requests
 from longspan.tasks.summarize import Summarize
 from longspan.train import checkpoint
-from longspan.train.finetuning import Finetuning, planned
+from longspan.train.finetuning import Finetuning, check, planned
 
 LENGTHS = (1024, 4096, 16384)
 _WRITTEN = "written.jsonl"
@@ -104,6 +104,7 @@ def prepare(
 ) -> Finetuning:
     """The recipe with what all arms start from, made unless it is there: a model of `sizes`, where
     none is given, after so many updates of practice."""
+    check(recipe)
     recipe = replace(recipe, measure="loss", too_long="head")
     if recipe.model.source is None:
         # Positions that were practised on are copied for those beyond.

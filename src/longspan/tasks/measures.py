@@ -11,6 +11,10 @@ import numpy as np
 Style = Literal["squad", "triviaqa"]
 Fact = tuple[str, int]  # a sentence of HotpotQA: the title of its paragraph, and its number there
 _WHOLE = ("yes", "no", "noanswer")
+_PUNCTUATION: dict[Style, dict[int, str]] = {
+    "squad": str.maketrans(dict.fromkeys(string.punctuation, "")),
+    "triviaqa": str.maketrans(dict.fromkeys(f"{string.punctuation}‘’´`", " ")),  # noqa: RUF001
+}
 
 
 def label_measures(
@@ -43,21 +47,12 @@ def normalize(answer: str, style: Style = "squad") -> str:
     SQuAD's script deletes punctuation; TriviaQA's puts spaces in its place, also for quotation
     marks beyond ASCII.
     """
-    answer = answer.lower()
-    if style == "squad":
-        answer = "".join(c for c in answer if c not in string.punctuation)
-    else:
-        answer = "".join(" " if c in f"{string.punctuation}‘’´`" else c for c in answer)  # noqa: RUF001
+    answer = answer.lower().translate(_PUNCTUATION[style])
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
 
 
-def exact(found: str, right: str, style: Style = "squad") -> float:
-    return float(normalize(found, style) == normalize(right, style))
-
-
-def word_f1(found: str, right: str, style: Style = "squad") -> float:
+def _word_f1(mine: list[str], theirs: list[str]) -> float:
     """F1 of the words of two answers; an empty one means that there is none."""
-    mine, theirs = normalize(found, style).split(), normalize(right, style).split()
     if not mine or not theirs:
         return float(mine == theirs)
     return _f1(*_overlap(mine, theirs))
@@ -76,11 +71,10 @@ def _f1(precision: float, recall: float) -> float:
 
 def answer_scores(found: str, right: Sequence[str], style: Style = "squad") -> tuple[float, float]:
     """(exact match, F1) with the closest of the right answers; no right answer means none."""
-    kept = [one for one in right if normalize(one, style)] or [""]
-    return (
-        max(exact(found, one, style) for one in kept),
-        max(word_f1(found, one, style) for one in kept),
-    )
+    mine = normalize(found, style)
+    kept = [own for one in right if (own := normalize(one, style))] or [""]
+    words = mine.split()
+    return float(mine in kept), max(_word_f1(words, own.split()) for own in kept)
 
 
 def joint_scores(

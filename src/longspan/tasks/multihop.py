@@ -7,7 +7,7 @@ paragraphs; what they score is compared over all of them. In two stages, the par
 model finds to matter are read once more, by themselves, by a second.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForMultihop
-from longspan.tasks.answers import best_answers
+from longspan.tasks.answers import best_answers, read_candidates
 from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.documents import Reach, beyond, check_room, collate, reach
 from longspan.tasks.evidence import Found, choose_evidence, describe, facts
@@ -67,7 +67,8 @@ class Reasoner:
         self.template = make_layout_template(tokenizer)
         self.first: tuple[Reasoner, Any] | None = None  # of two stages, with its model
 
-    def unfold(self, row: Row) -> Iterator[Row]:
+    @staticmethod
+    def unfold(row: Row, columns: Mapping[str, str]) -> Iterator[Row]:
         """A row is one question."""
         yield row
 
@@ -152,6 +153,7 @@ class Reasoner:
         """Answer and evidence for each question."""
         batch, layouts = self.collate(asked)
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        # What is left to do is much for the host to ask for, and little to compute.
         scores = Scores(*(one.cpu() for one in self.scores(model, batch)))
         found = []
         for number, (start, end, paragraphs, sentences) in enumerate(
@@ -168,7 +170,10 @@ class Reasoner:
             spans = []
             if len(start):
                 best = best_answers(start, end, settings.longest, settings.best, unit)
-                spans = [(*at.within[a], at.within[b, 1], score) for a, b, score in best]
+                spans = [
+                    (*at.within[a], at.within[b, 1], score)
+                    for a, b, score in read_candidates([best])[0]
+                ]
             by_paragraph = dict(zip(at.paragraphs.tolist(), paragraphs.tolist(), strict=True))
             pairs = [(int(p), int(s)) for p, s in at.sentences]
             by_sentence = dict(zip(pairs, sentences.tolist(), strict=True))

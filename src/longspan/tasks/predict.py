@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from longspan.tasks.lines import write_lines
 from longspan.tasks.mentions import read_words
 from longspan.tasks.start import load_tokenizer
 from longspan.train import checkpoint
-from longspan.train.finetuning import Finetuning, TooLong
+from longspan.train.finetuning import Finetuning, TooLong, check_columns
 from longspan.train.recipe import from_dict
 
 
@@ -36,16 +37,22 @@ class Pipeline:
     """
 
     def __init__(
-        self, run: str | Path, *, which: str = "best", too_long: TooLong | None = None
+        self,
+        run: str | Path,
+        *,
+        which: str = "best",
+        too_long: TooLong | None = None,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         run = Path(run)
-        self.recipe, folder = find_run(run, which)
+        recipe, folder = find_run(run, which)
+        self.recipe = rename(recipe, columns or {})
         if too_long is not None:
             self.recipe = replace(self.recipe, too_long=too_long)
         self.model = load_model(self.recipe, folder)
         self.task = TASKS[self.recipe.task][1](self.recipe, load_tokenizer(folder))
         if self.recipe.hops.stages == 2:
-            first = Pipeline(run / FIRST_STAGE, which=which, too_long=too_long)
+            first = Pipeline(run / FIRST_STAGE, which=which, too_long=too_long, columns=columns)
             self.task.first = first.task, first.model
         results = run / "results.json"
         if results.exists() and self.recipe.answers.threshold is None:
@@ -81,9 +88,38 @@ class Pipeline:
             return self.task.predict(self.model, rows, **told)
 
 
-def pipeline(run: str | Path, *, which: str = "best", too_long: TooLong | None = None) -> Pipeline:
-    """A finetuned run, ready to be called; `which` of its checkpoints: "best" or "last"."""
-    return Pipeline(run, which=which, too_long=too_long)
+def pipeline(
+    run: str | Path,
+    *,
+    which: str = "best",
+    too_long: TooLong | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Pipeline:
+    """A finetuned run, ready to be called; `which` of its checkpoints: "best" or "last".
+
+    Rows of a table (`Pipeline.rows`, `predict_file`) have the columns they had in training, or
+    those named here: {"text": "body"}.
+    """
+    return Pipeline(run, which=which, too_long=too_long, columns=columns)
+
+
+def rename(recipe: Finetuning, columns: Mapping[str, str]) -> Finetuning:
+    """The recipe for rows whose columns are called otherwise, some of them or all."""
+    check_columns(recipe.task, columns)
+    return replace(recipe, data=replace(recipe.data, columns={**recipe.data.columns, **columns}))
+
+
+def check_file(recipe: Finetuning, source: str | Path, named: Collection[str] = ()) -> None:
+    """Raise if the first row of a table lacks a column that predictions need, or one that was
+    `named`: what else would be said once the model is loaded, or not at all."""
+    reader, columns = TASKS[recipe.task][1], recipe.data.columns
+    rows = (one for row in read_rows(source) for one in reader.unfold(row, columns))
+    for first in islice(rows, 1):
+        for name in dict.fromkeys((*reader.needs, *named)):
+            try:
+                first.get(columns.get(name, name))
+            except ValueError as error:
+                raise ValueError(f"{error}: --{name} names the one to take") from None
 
 
 def find_run(run: Path, which: str) -> tuple[Finetuning, Path]:
@@ -119,7 +155,7 @@ def predict_file(
         source,
         output,
         lambda rows: use.rows(rows, say),
-        unfold=use.task.unfold,
+        unfold=lambda row: use.task.unfold(row, use.recipe.data.columns),
         id_column=use.recipe.data.columns.get("id", "id"),
         resume=resume,
         batch=batch,

@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 from longspan.data.examples import Skips, Splits, read_examples
 from longspan.data.tables import Row
 from longspan.models import LongspanForQuestionAnswering
-from longspan.tasks.answers import Answer, Found, best_answers, best_threshold, measure, scores
+from longspan.tasks.answers import (
+    Answer,
+    Found,
+    best_answers,
+    best_threshold,
+    measure,
+    read_candidates,
+    scores,
+)
 from longspan.tasks.base import QuestionTask, check_recipe
 from longspan.tasks.documents import (
     Tokens,
@@ -34,6 +42,7 @@ from longspan.train.finetuning import Finetuning
 from longspan.train.task import Goal, Loss
 
 MEASURES = ("f1", "exact", "best_f1", "best_exact")
+_READ = ("input_ids", "attention_mask", "cu_seqlens", "token_type_ids")  # by the model
 
 
 class Asked(NamedTuple):
@@ -49,14 +58,12 @@ class Finder:
     """Questions and texts to answers: what prediction needs, and training builds on."""
 
     needs = ("text", "question")
+    unfold = staticmethod(unfold_questions)
 
     def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
         self.template = make_template(tokenizer, pair=True)
         self.threshold = recipe.answers.threshold or 0.0
-
-    def unfold(self, row: Row) -> Iterator[Row]:
-        return unfold_questions(row, self.recipe.data.columns)
 
     def collate(self, asked: Sequence[Asked]) -> dict[str, Tensor]:
         """Pieces of all questions; `place` says where the scores to be compared stand, `group`
@@ -98,36 +105,40 @@ class Finder:
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits of starts and of ends at every `place`."""
-        names = ("input_ids", "attention_mask", "cu_seqlens", "token_type_ids")
-        done = model(**{name: batch[name] for name in names if name in batch})
+        done = model(**{name: batch[name] for name in _READ if name in batch})
         start, end = done.start_logits.float(), done.end_logits.float()
         return start.flatten()[batch["place"]], end.flatten()[batch["place"]]
 
     def find(self, model: Any, asked: Sequence[Asked]) -> list[Found]:
         """The best candidates for each question, as tokens, with the score of no answer."""
-        batch = {name: tensor.to(model.device) for name, tensor in self.collate(asked).items()}
-        with torch.no_grad():
-            start, end = (one.cpu() for one in self.scores(model, batch))
+        batch = self.collate(asked)
         sizes = batch["group"].bincount(minlength=len(asked)).tolist()
         counts = batch["pieces"].tolist()
+        given = {name: batch[name].to(model.device) for name in (*_READ, "place") if name in batch}
+        with torch.no_grad():
+            start, end = self.scores(model, given)
         settings = self.recipe.answers
-        found = []
+        some, sums = [], []
         for s, e, count in zip(start.split(sizes), end.split(sizes), counts, strict=True):
-            nothing = float(s[:count].logsumexp(0) + e[:count].logsumexp(0))
-            some = best_answers(s[count:], e[count:], settings.longest, settings.best)
-            found.append(Found(some, nothing, float(s.logsumexp(0) + e.logsumexp(0))))
-        return found
+            some.append(best_answers(s[count:], e[count:], settings.longest, settings.best))
+            sums.append(s[:count].logsumexp(0) + e[:count].logsumexp(0))
+            sums.append(s.logsumexp(0) + e.logsumexp(0))
+        # Only now the device is waited for, once for all questions.
+        totals = iter(torch.stack(sums).tolist())
+        return [Found(own, next(totals), next(totals)) for own in read_candidates(some)]
 
     def predict(self, model: Any, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """For each row its answer, or an empty one, and the candidates, with their characters."""
         columns = self.recipe.data.columns
         texts = [row.text(columns.get("text", "text")) for row in rows]
         questions = [row.text(columns.get("question", "question")).strip() for row in rows]
-        documents = tokenize(self.tokenizer, texts)
+        known = list(dict.fromkeys(texts))  # of which a contract has a row for each question
+        tokens = dict(zip(known, tokenize(self.tokenizer, known), strict=True))
         words = tokenize(self.tokenizer, questions)
         none = np.zeros(0, dtype=np.int64)
         made: list[dict[str, Any]] = []
-        for row, text, document, question in zip(rows, texts, documents, words, strict=True):
+        for row, text, question in zip(rows, texts, words, strict=True):
+            document = tokens[text]
             if not len(document.ids) or not text.strip():
                 made.append({"skipped": "the text is empty"})
                 continue

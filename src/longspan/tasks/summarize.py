@@ -72,7 +72,8 @@ class Teller(TextStreamer):
 class Summarizer:
     """Documents to texts: what prediction needs, and training builds on."""
 
-    needs: tuple[str, ...] = ("text",)
+    needs = ("text",)
+    unfold = staticmethod(unfold_requests)
 
     def __init__(self, recipe: Finetuning, tokenizer: Any) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
@@ -83,9 +84,6 @@ class Summarizer:
             raise ValueError(
                 "too_long=split: no summary is put together from pieces; choose refuse or head"
             )
-
-    def unfold(self, row: Row) -> Iterator[Row]:
-        return unfold_requests(row, self.recipe.data.columns)
 
     def size(self, document: Document) -> int:
         """Tokens that the model has to read."""

@@ -1,13 +1,30 @@
 """The recipe of a task on examples: from which checkpoint, on which data, for how long."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from longspan.data.examples import Examples
-from longspan.train.recipe import Optimizer, Phase, Plan
+from longspan.train.recipe import Optimizer, Phase, Plan, unknown
 
 TooLong = Literal["refuse", "split", "head"]
+
+
+def _columns(*names: str, **others: str) -> dict[str, str]:
+    return {name: name for name in names} | others | {"id": "id"}
+
+
+# What each task calls the values of a row, and the column that each is in by default.
+COLUMNS = {
+    "classify": _columns("text", "label"),
+    "spans": _columns("text", "question", "answers", "qas"),
+    "choice": _columns("text", "question", "choices", "answers"),
+    "multihop": _columns("text", "question", "answers", "evidence"),
+    "coref": _columns("text", "sentences", "speakers", "genre", "clusters"),
+    "mlm": _columns("text"),
+    "summarize": _columns("text", "question", answers="summary"),
+}
 
 
 @dataclass(frozen=True)
@@ -189,7 +206,8 @@ class Finetuning(Plan):
         attention: of the layers of a new model: a kind ("performer"), its setting ({"kind":
             "performer", "features": 64}), or one per layer.
         epochs: passes over the training examples.
-        updates: of the weights; 0 = as many as the epochs take.
+        updates: of the weights; 0 = as many as the epochs take. A setting of `epochs` alone
+            makes it 0.
         warmup: the share of the steps, or from 1 on the steps, over which the learning rate rises.
         too_long: what to do with a document beyond `model.length`. "refuse": stop with an error.
             "split": read it in pieces; labels and choices take the mean of their scores, answers
@@ -241,8 +259,16 @@ class Finetuning(Plan):
     phases: tuple[Phase, ...] = ()
 
 
+def check_columns(task: str, columns: Mapping[str, str]) -> None:
+    """Raise for a column of something that the task does not read."""
+    for name in columns:
+        if name not in COLUMNS[task]:
+            raise ValueError(unknown(f"data.columns.{name}", name, COLUMNS[task]))
+
+
 def check(recipe: Finetuning) -> None:
-    """Numbers that no run can do with."""
+    """Columns that the task has not, and numbers that no run can do with."""
+    check_columns(recipe.task, recipe.data.columns)
     for name in ("batch", "accumulate", "log_every"):
         if getattr(recipe, name) < 1:
             raise ValueError(f"{name}={getattr(recipe, name)} must be at least 1")

@@ -44,7 +44,7 @@ class Optimizer:
         schedule: what follows warm-up; "rsqrt" falls with the root of the steps done.
         over: whether "cosine", "linear" and "polynomial" run their course within each phase, or
             over all.
-        final: the fraction of the learning rate at which they end.
+        final: the fraction of the learning rate that they reach once all steps are done.
         power: of the part that is left to go, for "polynomial".
     """
 
@@ -193,12 +193,14 @@ _OPEN = (
 def change(recipe: _Kind, settings: Mapping[str, Any]) -> _Kind:
     """A recipe with some values replaced, e.g. {"phases.0.steps": 10, "model.hidden_size": 64}."""
     values = _loose(recipe.to_dict())
+    if "epochs" in settings and "updates" in values:
+        values["updates"] = 0  # of two ways to say how long, the one that is asked for
     for key, value in settings.items():
         *path, last = key.split(".")
         inside: Any = values
-        below = None if path or last in values else next(_below(values, last), None)
-        if below is not None:
-            raise ValueError(f"{key} is unknown; did you mean {below}?")
+        meant = None if path or last in values else find_setting(recipe, last)
+        if meant is not None:
+            raise ValueError(f"{key} is unknown; did you mean {meant[0]}?")
         if path == ["attention"] and isinstance(values.get("attention"), str):
             values["attention"] = {"kind": values["attention"]}  # which now gets an option
         for depth, name in enumerate(path):
@@ -226,14 +228,34 @@ def leaves(inside: Any) -> Iterator[tuple[str, Any]]:
             yield str(key), value
 
 
-def _below(inside: Any, name: str) -> Iterator[str]:
-    """Keys that end in `name`, those of first phases and layers first."""
+# What others call it, where a recipe has no setting of that name.
+_ALSO = {"lr": "learning_rate", "steps": "updates"}
+_FILLING = {"max", "num", "size", "train"}  # as in max_length, batch_size, num_train_epochs
+
+
+def find_setting(recipe: Plan, name: str) -> tuple[str, Any] | None:
+    """The key that a name is probably meant for, with its value: "model.window" for "window";
+    None if there is none like it."""
+    values = dict(_below(recipe.to_dict()))
+    keys: dict[str, str] = {}  # by their last part: the uppermost, or of the first phase or layer
+    for key in sorted(values, key=lambda key: "." in key):
+        keys.setdefault(key.rpartition(".")[2], key)
+    core = "_".join(word for word in name.split("_") if word not in _FILLING)
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.8)
+    for own in (name, core, _ALSO.get(name), _ALSO.get(core), *near):
+        key = own if own in values else keys.get(own or "")
+        if key is not None:
+            return key, values[key]
+    return None
+
+
+def _below(inside: Any) -> Iterator[tuple[str, Any]]:
+    """Every key, those of parts included, with what stands there."""
     each = inside if isinstance(inside, Mapping) else dict(enumerate(inside))
     for key, value in each.items():
-        if key == name:
-            yield name
+        yield str(key), value
         if isinstance(value, Mapping | list | tuple):
-            yield from (f"{key}.{rest}" for rest in _below(value, name))
+            yield from ((f"{key}.{rest}", below) for rest, below in _below(value))
 
 
 def _place(inside: Any, name: str, key: str) -> Any:
