@@ -160,12 +160,50 @@ def test_rounded_as_a_stock_longformer_rounds_nothing_is_left(alike, tokens):
     assert largest_difference(*(outputs_and_gradient(model, given) for model in alike)) <= CLOSE
 
 
+@pytest.mark.parametrize("tokens", [17, 200])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@torch.no_grad()
+def test_rounded_alike_with_and_without_global_tokens(alike, rows, tokens):
+    """Of several rows torch adds a bias behind the product where there are gaps in memory."""
+    ids = torch.randint(1000, 30000, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    mask, first = torch.ones_like(ids), torch.zeros_like(ids)
+    mask[-1, tokens * 2 // 3 :] = 0
+    first[:, 0] = 1
+    real = mask.bool()
+    for given in (
+        {},
+        {"attention_mask": mask},
+        {"global_attention_mask": first},
+        {"attention_mask": mask, "global_attention_mask": first},
+        {"global_attention_mask": torch.zeros_like(ids)},
+    ):
+        mine, theirs = (model(ids, **given).last_hidden_state[real] for model in alike)
+        assert float((mine - theirs).abs().max()) <= CLOSE
+
+
+@torch.no_grad()
+def test_rounded_alike_wherever_weights_lie_in_memory(alike, tmp_path):
+    """Those of a file that was read in place begin anywhere, and products of a single row show it:
+    here the global token's."""
+    _, stock = alike
+    alike[0].save_pretrained(tmp_path)
+    ours = longspan.LongspanModel.from_pretrained(tmp_path).eval()
+    ours.set_backend("chunks")
+    given = {name: one[:1] for name, one in ragged(300, ours.config.pad_token_id).items()}
+    given["global_attention_mask"] = torch.arange(300)[None] == 0
+    mine, theirs = (model(**given).last_hidden_state for model in (ours, stock))
+    assert float((mine - theirs).abs().max()) <= CLOSE
+
+
 @torch.no_grad()
 def test_rounded_alike_without_gradients_at_any_length(alike):
-    """Where products are else made a few tokens at a time, and weights laid out for them."""
-    given = ragged(2305, alike[0].config.pad_token_id)
+    """Where products are else made a few tokens at a time, and weights laid out for them; and with
+    more room for global tokens than they take."""
+    ours, stock = alike
+    given = ragged(2305, ours.config.pad_token_id)
     real = given["attention_mask"].bool()
-    mine, theirs = (model(**given).last_hidden_state[real] for model in alike)
+    mine = ours(**given, max_global_tokens=16).last_hidden_state[real]
+    theirs = stock(**given).last_hidden_state[real]
     assert float((mine - theirs).abs().max()) <= CLOSE
 
 

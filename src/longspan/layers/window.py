@@ -10,9 +10,8 @@ from longspan.layers.base import AttentionLayer
 from longspan.layers.dense import one_product, prepared, project
 from longspan.layers.position import rotate
 from longspan.ops.rows import global_positions, global_rows, global_weights, take_rows
-from longspan.ops.window import Visibility, window_attention
+from longspan.ops.window import Visibility, chunks, window_attention
 from longspan.ops.window import visibility as describe
-from longspan.ops.window.chunks import project as tokens_first
 from longspan.ops.window.maps import AttentionMap, attention_map
 from longspan.ops.window.pattern import check_dilation, check_window
 
@@ -157,7 +156,8 @@ class WindowAttention(AttentionLayer):
 
         few = self._at_a_time(hidden)
         if few >= self.heads:
-            return attend(slice(None)).flatten(2)
+            out = attend(slice(None)).flatten(2)
+            return chunks.laid_out(out) if self.backend == "chunks" else out
         out = hidden.new_empty(hidden.shape).unflatten(2, (self.heads, -1))
         for first in range(0, self.heads, few):
             some = slice(first, first + few)
@@ -215,7 +215,7 @@ class WindowAttention(AttentionLayer):
         if self.backend == "chunks" and type(self.qkv) is nn.Linear:
             biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
             pairs = zip(self.qkv.weight.chunk(3), biases, strict=True)
-            three = torch.stack([tokens_first(hidden, *pair) for pair in pairs], dim=2)
+            three = torch.stack([chunks.project(hidden, *pair) for pair in pairs], dim=2)
             return three.unflatten(-1, (self.heads, -1))
         if some == slice(None):
             return project(self.qkv, hidden).unflatten(-1, (3, self.heads, -1))

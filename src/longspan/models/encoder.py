@@ -215,6 +215,12 @@ class LongspanPreTrainedModel(PreTrainedModel):
             raise ValueError(f"backend={backend!r} is for windows, and no layer here has any")
         for layer in having:
             layer.backend = backend
+        if backend == "chunks":
+            # MKL rounds products of a single row by where the weight begins in memory: where torch
+            # has put it, or, if it still lies in a file, anywhere.
+            for parameter in self.parameters():
+                if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+                    parameter.data = parameter.data.clone()
 
     def extend_positions(self, length: int) -> None:
         """Make room for documents of `length` tokens.

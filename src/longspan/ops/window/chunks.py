@@ -110,6 +110,12 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, copied: bool
     return linear(turned.contiguous() if copied else turned, weight, bias).transpose(0, 1)
 
 
+def laid_out(attended: Tensor) -> Tensor:
+    """The same, with tokens before batch rows in memory, as transformers hands it on. Of several
+    rows it is then not contiguous, and torch adds the bias of the next product behind it."""
+    return attended.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def _valid(tensor: Tensor, seen: Visibility) -> Tensor:
     """Without what stands in padding: it may be anything, and nothing times zero is not always
     nothing."""
