@@ -3,8 +3,8 @@
 Triton waits for every product where it stands in the code. Here products are started and waited
 for by hand, so that a tile's softmax runs while the values of the tile before it are multiplied:
 9% faster at 16,384 tokens (LOG.md). The mathematics, the names and the reading aids are those of
-`kernels.py`, which serves all other cases: dilation, dropout, other head sizes, float32, other
-GPUs.
+`kernels.py`, which serves all other cases: dropout, other head sizes, float32, rows that a
+dilation does not divide, other GPUs.
 
 A *round* fetches the keys of one tile and the values of the tile before, which are needed at the
 same time; rounds alternate between two places in shared memory.
@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan.ops.launch import remembered
+from longspan.ops.window.kernels import PLAIN_NUMBERS
 
 FLOOR = gl.constexpr(-1.0e30)
 NEVER = gl.constexpr(1 << 30)
@@ -48,20 +49,20 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def fetch(
-    K_TILES, V_TILES, keys, values, arrived, turn, place, tiles, batch, begin, n, column,
-    BN: gl.constexpr,
+    K_TILES, V_TILES, keys, values, arrived, turn, place, tiles, batch, begin, length,
+    k_column, v_column, BN: gl.constexpr,
 ):  # fmt: skip
     """Start round `turn` = 1 .. tiles; the last one has no keys and reads beyond the row."""
     live = turn <= tiles
-    token = gl.where(turn < tiles, begin + turn * BN, n)
+    member = gl.where(turn < tiles, begin + turn * BN, length)
     bar = arrived.index(place)
     mbarrier.expect(bar, K_TILES.block_type.nbytes + V_TILES.block_type.nbytes, pred=live)
     tma.async_copy_global_to_shared(
-        K_TILES, [batch, token, column], bar, keys.index(place), pred=live
+        K_TILES, [batch, member, k_column], bar, keys.index(place), pred=live
     )
-    token = begin + (turn - 1) * BN
+    member = begin + (turn - 1) * BN
     tma.async_copy_global_to_shared(
-        V_TILES, [batch, token, column], bar, values.index(place), pred=live
+        V_TILES, [batch, member, v_column], bar, values.index(place), pred=live
     )
 
 
@@ -82,7 +83,7 @@ def add_up(p):
 
 @gluon.jit
 def hide(
-    x, s, lo, hi, safe_lo, safe_hi, holes, STOP, n,
+    x, s, lo, hi, safe_lo, safe_hi, holes, STOP, length, residue, dilation,
     BN: gl.constexpr, BOUNDED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Mask a tile of scores where it crosses the edge of what its queries see."""
@@ -90,7 +91,8 @@ def hide(
         m = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         ok = (m[None, :] - (lo - s)[:, None]).to(gl.uint32) <= (hi - lo)[:, None].to(gl.uint32)
         if BOUNDED:
-            visible = gl.load(STOP + s + m, mask=s + m < n, other=0) > 0
+            token = residue + dilation * (s + m)
+            visible = gl.load(STOP + token, mask=s + m < length, other=0) > 0
             ok = ok & visible[None, :]
         x = gl.where(ok, x, float("-inf"))
     return x
@@ -99,8 +101,8 @@ def hide(
 @gluon.jit
 def take_global(
     q, acc, peak, total, K, V, PLACES, k_there, v_there, k_token, v_token,
-    s, end, mq, start, stop, left, right, scale,
-    D: gl.constexpr, BM: gl.constexpr, BG: gl.constexpr,
+    s, end, i, start, stop, left, right, dilation, scale,
+    D: gl.constexpr, BM: gl.constexpr, BG: gl.constexpr, DILATED: gl.constexpr,
     BOUNDED: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Take in BG gathered global keys, but for those in a query's window, which it saw there."""
@@ -119,10 +121,13 @@ def take_global(
     x = warpgroup_mma_wait(0, deps=[x])
     slot = s + gl.arange(0, BG, layout=gl.SliceLayout(0, THERE))
     j = gl.load(PLACES + slot, mask=slot < end, other=0)[None, :]
-    i = gl.convert_layout(mq, ROW)[:, None]
-    ok = (slot < end)[None, :] & ((j < i - left) | (j > i + right))
+    offset = j - gl.convert_layout(i, ROW)[:, None]
+    outside = (offset < -left * dilation) | (offset > right * dilation)
+    if DILATED:
+        outside = outside | (offset % dilation != 0)
+    ok = (slot < end)[None, :] & outside
     if CAUSAL:
-        ok = ok & (j <= i)
+        ok = ok & (offset <= 0)
     if BOUNDED:
         ok = ok & (j >= gl.convert_layout(start, ROW)[:, None])
         ok = ok & (j < gl.convert_layout(stop, ROW)[:, None])
@@ -137,13 +142,14 @@ def take_global(
 
 
 @remembered
-@gluon.jit(do_not_specialize=["n", "streams", "heads", "group", "left", "right"])
+@gluon.jit(do_not_specialize=[*PLAIN_NUMBERS, "rows"])
 def forward(
     Q_TILES, K_TILES, V_TILES, OUT_TILES, K, V, LSE, START, STOP, HOLES, RANK, PLACES,
-    k_batch, k_token, v_batch, v_token, n, lse_row, streams, heads, group, left, right, scale,
+    q_token, k_batch, k_token, v_batch, v_token,
+    n, lse_row, heads, head0, run, rows, group, left, right, dilation, scale,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BG: gl.constexpr,
-    BOUNDED: gl.constexpr, GLOBAL: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
-    num_warps: gl.constexpr,
+    DILATED: gl.constexpr, BOUNDED: gl.constexpr, GLOBAL: gl.constexpr, ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = Q_TILES.dtype
     # Registers of scores, of outputs, and of weights as the left factor of a product.
@@ -154,29 +160,42 @@ def forward(
     SUMS_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
 
     order = gl.num_programs(0) - 1 - gl.program_id(0)
-    first = order // streams * BM
-    stream = order % streams
-    batch = stream // heads
-    head = stream % heads
+    block = order // (rows * run)
+    batch = order % (rows * run) // run
+    head = head0 + order % run
+    stream = batch * heads + head
+    residue = 0
+    length = n
+    if DILATED:
+        length = n // dilation
+        blocks = (length + BM - 1) // BM
+        residue = block // blocks
+        block = block % blocks
+    else:
+        dilation = 1
+    first = block * BM
     column = (head // group) * D
+    k_column = column + residue * k_token
+    v_column = column + residue * v_token
     mq = first + gl.arange(0, BM, layout=ROW)
-    here = mq < n
+    i = residue + dilation * mq
+    here = mq < length
     lo = gl.maximum(mq - left, 0)
-    hi = gl.where(here, gl.minimum(mq + right, n - 1), -1)
+    hi = gl.where(here, gl.minimum(mq + right, length - 1), -1)
     begin = gl.maximum(first - left, 0)
-    end = gl.minimum(first + BM + right, n)
+    end = gl.minimum(first + BM + right, length)
     safe_lo = first + BM - 1 - left
-    safe_hi = gl.minimum(first + right, n - 1)
+    safe_hi = gl.minimum(first + right, length - 1)
     start = mq * 0
     stop = start
     holes = 0
     if BOUNDED:
         START += batch.to(gl.int64) * n
         STOP += batch.to(gl.int64) * n
-        start = gl.load(START + mq, mask=here, other=0)
-        stop = gl.load(STOP + mq, mask=here, other=0)
-        lo = gl.maximum(lo, start)
-        hi = gl.minimum(hi, stop - 1)
+        start = gl.load(START + i, mask=here, other=0)
+        stop = gl.load(STOP + i, mask=here, other=0)
+        lo = gl.maximum(lo, (start - residue + dilation - 1) // dilation)
+        hi = gl.minimum(hi, (stop - residue + dilation - 1) // dilation - 1)
         some = lo <= hi
         lo = gl.where(some, lo, NEVER)
         hi = gl.where(some, hi, -1)
@@ -197,9 +216,14 @@ def forward(
     fence_async_shared()
     bar = arrived.index(2)
     mbarrier.expect(bar, Q_TILES.block_type.nbytes + K_TILES.block_type.nbytes)
-    tma.async_copy_global_to_shared(Q_TILES, [batch, first, head * D], bar, queries)
-    tma.async_copy_global_to_shared(K_TILES, [batch, begin, column], bar, keys.index(0))
-    fetch(K_TILES, V_TILES, keys, values, arrived, 1, 1, tiles, batch, begin, n, column, BN)
+    tma.async_copy_global_to_shared(
+        Q_TILES, [batch, first, head * D + residue * q_token], bar, queries
+    )
+    tma.async_copy_global_to_shared(K_TILES, [batch, begin, k_column], bar, keys.index(0))
+    fetch(
+        K_TILES, V_TILES, keys, values, arrived, 1, 1,
+        tiles, batch, begin, length, k_column, v_column, BN,
+    )  # fmt: skip
 
     peak = gl.full([BM], FLOOR, gl.float32, layout=ROW)
     acc = gl.zeros([BM, D], gl.float32, layout=SUMS)
@@ -210,8 +234,14 @@ def forward(
     k = keys.index(0).reshape([BN, D])
     x = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(0, deps=[x])
-    fetch(K_TILES, V_TILES, keys, values, arrived, 2, 0, tiles, batch, begin, n, column, BN)
-    x = hide(x, begin, lo, hi, safe_lo, safe_hi, holes, STOP, n, BN, BOUNDED, SCORES)
+    fetch(
+        K_TILES, V_TILES, keys, values, arrived, 2, 0,
+        tiles, batch, begin, length, k_column, v_column, BN,
+    )  # fmt: skip
+    x = hide(
+        x, begin, lo, hi, safe_lo, safe_hi, holes, STOP, length, residue, dilation,
+        BN, BOUNDED, SCORES,
+    )  # fmt: skip
     p, fade, peak = softmax_step(x, peak, scale)
     parts = add_up(p)
     PARTS_ROW: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
@@ -227,7 +257,10 @@ def forward(
         sums = warpgroup_mma(p, v, acc, is_async=True)
         x = warpgroup_mma_wait(1, deps=[x])
         s = begin + turn * BN
-        x = hide(x, s, lo, hi, safe_lo, safe_hi, holes, STOP, n, BN, BOUNDED, SCORES)
+        x = hide(
+            x, s, lo, hi, safe_lo, safe_hi, holes, STOP, length, residue, dilation,
+            BN, BOUNDED, SCORES,
+        )  # fmt: skip
         p, fade, peak = softmax_step(x, peak, scale)
         parts = parts * gl.convert_layout(fade, PARTS_ROW)[:, None] + add_up(p)
         p = gl.convert_layout(p.to(dtype), WEIGHTS)
@@ -239,7 +272,7 @@ def forward(
         acc, p = warpgroup_mma_wait(0, deps=[sums, p])
         fetch(
             K_TILES, V_TILES, keys, values, arrived, turn + 2, place ^ 1,
-            tiles, batch, begin, n, column, BN,
+            tiles, batch, begin, length, k_column, v_column, BN,
         )  # fmt: skip
         acc = acc * gl.convert_layout(fade, SUMS_ROW)[:, None]
     sums = warpgroup_mma(p, values.index(place).reshape([BN, D]), acc, is_async=True)
@@ -254,7 +287,7 @@ def forward(
         slot0 = 0
         slot1 = gl.load(RANK + n)
         if CAUSAL:
-            slot1 = gl.load(RANK + gl.minimum(first + BM, n))
+            slot1 = gl.load(RANK + gl.minimum(residue + dilation * (first + BM - 1) + 1, n))
         if BOUNDED:
             slot0 = gl.load(RANK + gl.min(gl.where(stop > 0, start, n), 0))
             slot1 = gl.minimum(slot1, gl.load(RANK + gl.max(stop, 0)))
@@ -264,21 +297,22 @@ def forward(
         for s in range(slot0, slot1, BG):
             acc, peak, total = take_global(
                 q, acc, peak, total, K, V, PLACES, k_there, v_there, k_token, v_token,
-                s, slot1, mq, start, stop, left, right, scale,
-                D, BM, BG, BOUNDED, CAUSAL, SUMS, num_warps,
+                s, slot1, i, start, stop, left, right, dilation, scale,
+                D, BM, BG, DILATED, BOUNDED, CAUSAL, SUMS, num_warps,
             )  # fmt: skip
 
     seen = total > 0
     if GLOBAL and not ROWS:
-        ranks = gl.load(RANK + mq + 1, mask=here, other=0) - gl.load(RANK + mq, mask=here, other=0)
+        ranks = gl.load(RANK + i + 1, mask=here, other=0) - gl.load(RANK + i, mask=here, other=0)
         seen = seen & (ranks == 0)
     share = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), SUMS_ROW)
     q.store((acc * share[:, None]).to(dtype))
     lse = gl.where(seen, peak * scale + gl.log2(total), float("inf"))
     LSE += stream.to(gl.int64) * lse_row
-    gl.store(LSE + mq, lse, mask=here)
+    gl.store(LSE + i, lse, mask=here)
     # Behind the last token too, up to the row's end: see `kernels.pad_row`.
-    gl.store(LSE + mq, lse * 0 + float("inf"), mask=(mq >= n) & (mq < lse_row))
+    gl.store(LSE + i, lse * 0 + float("inf"), mask=(i >= n) & (i < lse_row))
     fence_async_shared()
-    tma.async_copy_shared_to_global(OUT_TILES, [batch, first, head * D], queries)
+    place = head * D + residue * heads * D
+    tma.async_copy_shared_to_global(OUT_TILES, [batch, first, place], queries)
     tma.store_wait(pendings=0)

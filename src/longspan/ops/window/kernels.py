@@ -87,9 +87,10 @@ def stream_tile(
 ):  # fmt: skip
     """Members first, first + 1, ... of one head, [BLOCK, D]; zeros beyond the row.
 
-    BULK: TILES is a tensor descriptor over [batch, tokens, heads * HEAD_DIM] and the GPU's copy
-    engine fetches the tile, which spares the threads all the addresses."""
+    BULK: TILES is a tensor descriptor over [batch, members, columns of a member of every class] and
+    the GPU's copy engine fetches the tile, which spares the threads all the addresses."""
     if BULK:
+        column += residue * tl.cast(stride, tl.int32)
         return TILES.load([batch.to(tl.int32), first, column]).reshape(BLOCK, D)
     return load_tile(base, residue + step * first, step, stride, live, HEAD_DIM, D, BLOCK)
 
@@ -113,21 +114,12 @@ def store_rows(base, rows, stride, live, tile, HEAD_DIM: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def pad_row(row, n, lse_row, value):
-    """Fill a row of log-sum-exps or deltas behind token n; the first program does it."""
-    if tl.program_id(0) == 0:
-        pad = n + tl.arange(0, 16)
-        tl.store(row + pad, tl.full((16,), value, tl.float32), mask=pad < lse_row)
-
-
-@triton.jit
-def in_row(i, here, lse_row, DILATED: tl.constexpr):
-    """Which entries of a row of log-sum-exps may be read. Rows are padded to a multiple of 16
-    so that they can be read in wide pieces: a mask that changes within a piece would force single
-    loads, and cost a third of the keys' kernel."""
-    if DILATED:
-        return here
-    return i < lse_row
+def pad_row(row, n, length, value):
+    """Fill a row of log-sum-exps or deltas behind its n numbers. Rows have a multiple of 16, so
+    that the keys' kernel can read them in wide pieces: a mask that changes within a piece would
+    force single loads, and cost a third of that kernel."""
+    pad = n + tl.arange(0, 16)
+    tl.store(row + pad, tl.full((16,), value, tl.float32), mask=pad < length)
 
 
 @triton.jit
@@ -333,22 +325,26 @@ def forward(
     store_rows(OUT, i, heads * HEAD_DIM, here, out, HEAD_DIM, D)
     lse = tl.where(seen, peak * scale + tl.log2(total), float("inf"))
     tl.store(LSE + stream * lse_row + i, lse, mask=here)
-    pad_row(LSE + stream * lse_row, n, lse_row, float("inf"))
+    if tl.program_id(0) == 0:
+        pad_row(LSE + stream * lse_row, n, lse_row, float("inf"))
 
 
 @remembered
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def backward_query(
-    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, START, STOP, HOLES, RANK, PLACES, SEED, K_TILES, V_TILES,
+    Q, K, V, OUT, GRAD, LSE, DELTA, LINES, DQ, START, STOP, HOLES, RANK, PLACES, SEED,
+    K_TILES, V_TILES,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head, d_token,
-    n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
+    n, lse_row, line_row, heads, head0, run, group, left, right, dilation,
+    scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
     DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of BM queries, and delta = sum(out * grad) per row, which the keys' kernel needs."""
+    """Gradient of BM queries, and delta = sum(out * grad) per row, which the keys' kernel needs.
+    Dilated, that kernel wants a class's log-sum-exps and deltas side by side: LINES."""
     batch = (tl.program_id(1) // run).to(tl.int64)
     head = head0 + tl.program_id(1) % run
     stream = batch * heads + head
@@ -371,7 +367,15 @@ def backward_query(
     lse = tl.load(LSE + stream * lse_row + i, mask=here, other=float("inf"))
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     tl.store(DELTA + stream * lse_row + i, delta, mask=here)
-    pad_row(DELTA + stream * lse_row, n, lse_row, 0.0)
+    if tl.program_id(0) == 0:
+        pad_row(DELTA + stream * lse_row, n, lse_row, 0.0)
+    if DILATED:
+        line = LINES + (tl.program_id(1).to(tl.int64) * dilation + residue) * 2 * line_row
+        tl.store(line + mq, lse, mask=here)
+        tl.store(line + line_row + mq, delta, mask=here)
+        if first == 0:
+            pad_row(line, length, line_row, float("inf"))
+            pad_row(line + line_row, length, line_row, 0.0)
 
     lo, hi, start, stop = reach(
         mq, here, left, right, length, residue, dilation, START, STOP, batch * n, BOUNDED
@@ -445,10 +449,12 @@ def backward_query(
 @remembered
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def backward_key(
-    Q, K, V, GRAD, LSE, DELTA, DK, DV, START, STOP, HOLES, RANK, PLACES, SEED, Q_TILES, GRAD_TILES,
+    Q, K, V, GRAD, LSE, DELTA, LINES, DK, DV, START, STOP, HOLES, RANK, PLACES, SEED,
+    Q_TILES, GRAD_TILES,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head, d_token,
-    n, lse_row, heads, head0, run, group, left, right, dilation, scale, factor, drop, boost,
+    n, lse_row, line_row, heads, head0, run, group, left, right, dilation,
+    scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
     DILATED: tl.constexpr, BOUNDED: tl.constexpr, GLOBAL: tl.constexpr,
@@ -491,6 +497,11 @@ def backward_key(
     # A known multiple of 16 lets the loads of lse and delta be wide and asynchronous.
     begin = begin // 16 * 16
 
+    line = LSE
+    deltas = DELTA
+    if DILATED:
+        line = LINES + (tl.program_id(1).to(tl.int64) * dilation + residue) * 2 * line_row
+        deltas = line + line_row
     dk = tl.zeros((BN, D), tl.float32)
     dv = tl.zeros((BN, D), tl.float32)
     column = head * HEAD_DIM
@@ -505,9 +516,8 @@ def backward_key(
             GRAD_TILES, GRAD, batch, column, s, residue, dilation, g_token, mq < length,
             HEAD_DIM, D, BM, BULK,
         )  # fmt: skip
-        ready = in_row(i, mq < length, lse_row, DILATED)
-        lse = tl.load(LSE + i, mask=ready, other=float("inf"))
-        delta = tl.load(DELTA + i, mask=ready, other=0.0)
+        lse = tl.load(line + mq, mask=mq < line_row, other=float("inf"))
+        delta = tl.load(deltas + mq, mask=mq < line_row, other=0.0)
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.exp2(x * scale - lse[None, :])
         # Padded queries and those past the end have lse = +inf: they vanish without a mask.

@@ -78,14 +78,16 @@ def forward(
 
     for head0, head1, step in pattern.head_groups():
         left, right, step = _reach(pattern, step, n)
-        bulk = step == 1 and heavy and _bulk(key, value)
+        bulk = heavy and _bulk(step, key, value)
         tile = _tile("forward", query, bulk)
-        if bulk and head1 - head0 == heads and _on_hopper(query, pattern):
-            _hopper().forward[(_blocks(n, 1, tile.own) * batch * heads,)](
-                *(_hopper().tiles(t, *_block(t, tile.own)) for t in (query, key, value, out)),
-                key, value, lse, *masks, *_strides(key)[:2], *_strides(value)[:2],
-                n, lse.shape[2], batch * heads, heads, group, left, right, scale,
-                D=head_dim, BM=tile.own, BN=tile.own, BG=GATHERED,
+        if bulk and _on_hopper(query, pattern):
+            tensors = (query, key, value, out)
+            _hopper().forward[(_blocks(n, step, tile.own) * batch * (head1 - head0),)](
+                *(_hopper().tiles(t, *_block(t, tile.own, step)) for t in tensors),
+                key, value, lse, *masks, query.stride(1), *_strides(key)[:2], *_strides(value)[:2],
+                n, lse.shape[2], heads, head0, head1 - head0, batch, group, left, right, step,
+                scale,
+                D=head_dim, BM=tile.own, BN=tile.own, BG=GATHERED, DILATED=step > 1,
                 BOUNDED=options["BOUNDED"], GLOBAL=seen.places is not None,
                 ROWS=pattern.global_rows, CAUSAL=pattern.causal,
                 num_warps=tile.warps, maxnreg=tile.registers,
@@ -93,7 +95,7 @@ def forward(
             continue
         kernels.forward[(_blocks(n, step, tile.own), batch * (head1 - head0))](
             query, key, value, out, lse, *masks, seed,
-            _tiles(key, tile.stream, bulk), _tiles(value, tile.stream, bulk), *inputs,
+            *(_tiles(t, tile.stream, step, bulk) for t in (key, value)), *inputs,
             n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step,
             scale, drop, boost,
             BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1, BULK=bulk,
@@ -159,22 +161,26 @@ def backward(
 
     for head0, head1, step in pattern.head_groups():
         left, right, step = _reach(pattern, step, n)
-        numbers = (n, lse.shape[2], heads, head0, head1 - head0, group, left, right, step)
-        numbers = (*numbers, scale, pattern.scale, drop, boost)
+        line_row, lines = lse.shape[2], lse
+        if step > 1:
+            line_row = lse_row(_cdiv(n, step))
+            lines = lse.new_empty((batch, head1 - head0, step, 2, line_row))
+        numbers = (n, lse.shape[2], line_row, heads, head0, head1 - head0, group)
+        numbers = (*numbers, left, right, step, scale, pattern.scale, drop, boost)
         # The queries' kernel goes first: it also leaves delta for all others.
-        bulk = step == 1 and heavy and _bulk(key, value)
+        bulk = heavy and _bulk(step, key, value)
         tile = _tile("backward_query", query, bulk)
         kernels.backward_query[(_blocks(n, step, tile.own), batch * (head1 - head0))](
-            query, key, value, out, grad, lse, delta, dq, *masks, seed,
-            _tiles(key, tile.stream, bulk), _tiles(value, tile.stream, bulk), *inputs, *numbers,
+            query, key, value, out, grad, lse, delta, lines, dq, *masks, seed,
+            *(_tiles(t, tile.stream, step, bulk) for t in (key, value)), *inputs, *numbers,
             BM=tile.own, BN=tile.stream, BG=GATHERED, DILATED=step > 1, BULK=bulk,
             GLOBAL=seen.places is not None, **tile.launch(), **options,
         )  # fmt: skip
-        bulk = step == 1 and heavy and head_dim > 32 and _bulk(query, grad)
+        bulk = heavy and head_dim > 32 and _bulk(step, query, grad)
         tile = _tile("backward_key", query, bulk)
         kernels.backward_key[(_blocks(n, step, tile.own), batch * (head1 - head0))](
-            query, key, value, grad, lse, delta, dk, dv, *masks, seed,
-            _tiles(query, tile.stream, bulk), _tiles(grad, tile.stream, bulk), *inputs, *numbers,
+            query, key, value, grad, lse, delta, lines, dk, dv, *masks, seed,
+            *(_tiles(t, tile.stream, step, bulk) for t in (query, grad)), *inputs, *numbers,
             BM=tile.stream, BN=tile.own, BG=GATHERED, DILATED=step > 1, BULK=bulk,
             GLOBAL=seen.places is not None and pattern.global_rows,
             **tile.launch(), **options,
@@ -248,8 +254,11 @@ def _heavy(query: Tensor, pattern: Pattern) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def _bulk(*tensors: Tensor) -> bool:
-    """Whether the copy engine of Hopper and later GPUs can fetch tiles of these tensors."""
+def _bulk(step: int, *tensors: Tensor) -> bool:
+    """Whether the copy engine of Hopper and later GPUs can fetch tiles of these tensors. It knows
+    blocks of one length, so that all residue classes of a dilation need as many members."""
+    if tensors[0].shape[1] % step or step * max(t.stride(1) for t in tensors) >= 1 << 31:
+        return False
     return all(_bulk_layout(t) for t in tensors) and _has_copy_engine(tensors[0].device)
 
 
@@ -272,17 +281,19 @@ def _has_copy_engine(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _block(tensor: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
-    """[batch, tokens, heads * head_dim] for the copy engine: shape, strides, shape of a tile."""
+def _block(tensor: Tensor, rows: int, step: int) -> tuple[list[int], list[int], list[int]]:
+    """[batch, members, columns] for the copy engine: shape, strides, shape of a tile. Dilated,
+    the `step` tokens of a row follow each other, so that a residue class is a range of columns."""
     batch, n, heads, head_dim = tensor.shape
     token = tensor.stride(1)
-    strides = [tensor.stride(0) if batch > 1 else n * token, token, 1]
-    return [batch, n, heads * head_dim], strides, [1, rows, head_dim]
+    shape = [batch, n // step, (step - 1) * token + heads * head_dim]
+    strides = [tensor.stride(0) if batch > 1 else n * token, step * token, 1]
+    return shape, strides, [1, rows, head_dim]
 
 
-def _tiles(tensor: Tensor, rows: int, bulk: bool) -> Tensor | TensorDescriptor:
+def _tiles(tensor: Tensor, rows: int, step: int, bulk: bool) -> Tensor | TensorDescriptor:
     """What the kernels stream tiles from: a tensor descriptor, or (not bulk) nothing of use."""
-    return TensorDescriptor(tensor, *_block(tensor, rows)) if bulk else tensor
+    return TensorDescriptor(tensor, *_block(tensor, rows, step)) if bulk else tensor
 
 
 @lru_cache
