@@ -28,7 +28,7 @@ def attend(
     tokens, dim = hidden.shape[1:]
     weights, blank = global_weights(
         query, hidden, key_weight, positions=positions, seen=seen, causal=causal, scale=scale,
-        late=late,
+        late=late, dtype=query.dtype if seed is None else None,
     )  # fmt: skip
     if seed is not None:
         weights = torch.where(_kept(seed, weights, positions, dropout_p), weights, 0.0)
@@ -36,8 +36,10 @@ def attend(
     weights = weights.to(query.dtype)
     value_weight = value_weight.to(query.dtype).view(heads, head_dim, dim)
     if late:
-        pooled = torch.matmul(weights.flatten(1, 2), hidden).view(batch, rows, heads, dim)
-        out = torch.einsum("bghD,hdD->bghd", pooled, value_weight)
+        # Heads before rows, as `global_weights` has them in memory.
+        pooled = torch.matmul(weights.transpose(1, 2).flatten(1, 2), hidden)
+        pooled = pooled.view(batch, heads, rows, dim)
+        out = torch.einsum("bhgD,hdD->bghd", pooled, value_weight)
     else:
         values = linear(hidden, value_weight.flatten(0, 1)).view(batch, tokens, heads, head_dim)
         out = torch.einsum("bghn,bnhd->bghd", weights, values)
@@ -58,30 +60,37 @@ def global_weights(
     causal: bool,
     scale: float,
     late: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The softmax in `global_attention`: weights [batch, g, heads, tokens] in at least float32,
-    and which rows see nothing [batch, g] (their weights mean nothing)."""
+    """The softmax in `global_attention`: weights [batch, g, heads, tokens] in `dtype`, by default
+    at least float32, and which rows see nothing [batch, g] (their weights mean nothing)."""
     batch, rows, heads, head_dim = query.shape
     tokens, dim = hidden.shape[1:]
     key_weight = key_weight.to(query.dtype)
     if late:
-        folded = torch.einsum("bghd,hdD->bghD", query, key_weight.view(heads, head_dim, dim))
+        folded = torch.einsum("bghd,hdD->bhgD", query, key_weight.view(heads, head_dim, dim))
         folded = folded.flatten(1, 2)
         if hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16:
             # A CPU reads long rows of tokens faster as the left side of a product.
-            scores = torch.matmul(hidden, folded.transpose(1, 2)).transpose(1, 2).contiguous()
+            scores = torch.matmul(hidden, folded.transpose(1, 2)).transpose(1, 2)
+            scores = scores.float() * scale
         else:
-            scores = torch.matmul(folded, hidden.transpose(1, 2))
-        scores = scores.view(batch, rows, heads, tokens)
+            # The scale costs nothing inside of the product; `unused` is not read.
+            unused = folded.new_empty(())
+            scores = torch.baddbmm(unused, folded, hidden.transpose(1, 2), beta=0, alpha=scale)
+        scores = scores.reshape(batch, heads, rows, tokens).transpose(1, 2)
     else:
         keys = linear(hidden, key_weight).view(batch, tokens, heads, head_dim)
         scores = torch.einsum("bghd,bnhd->bghn", query, keys)
-    # In the same kernel as the softmax, if compiled; on the queries it would be one of its own.
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    wide = torch.promote_types(scores.dtype, torch.float32)
     bias, blank = _visible(positions, tokens, seen, causal)
     if bias is not None:
-        scores = scores + bias.to(scores.dtype)[:, :, None, :]
-    return torch.softmax(scores, dim=-1), blank
+        scores = scores.to(wide) + bias.to(wide)[:, :, None, :]
+    if dtype == scores.dtype:  # one kernel, which computes in float32 all the same
+        return torch.softmax(scores, dim=-1), blank
+    weights = torch.softmax(scores, dim=-1, dtype=wide)
+    return weights if dtype is None else weights.to(dtype), blank
 
 
 def _kept(seed: Tensor, weights: Tensor, positions: Tensor, dropout_p: float) -> Tensor:
