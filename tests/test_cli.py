@@ -3,6 +3,8 @@
 import csv
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,13 @@ def invoke(*arguments: str, code: int = 0) -> str:
 
 def test_version() -> None:
     assert invoke("--version") == f"longspan {longspan.__version__}\n"
+
+
+def test_python_runs_the_package() -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "longspan", "--version"], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == f"longspan {longspan.__version__}\n"
 
 
 def commands() -> dict[str, Any]:

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "cli_study": {"cli_settings", "cli_train", "analyze", "recipes", "tasks", "train"},
     "cli": {"cli_train", "cli_tasks", "cli_study", "doctor", "bench", "hub", "demo", "machine"}
     | {"tasks"},
+    "__main__": {"cli"},
     "__init__": {"ops", "models", "hub", "tasks", "registration"},
 }
 

@@ -504,7 +504,3 @@ def _flowing(text: str) -> str:
 for _commands in (app, bench_app, cli_train.commands, cli_tasks.commands, cli_study.commands):
     for _command in _commands.registered_commands:
         _command.help = _flowing(getdoc(_command.callback) or "")
-
-
-if __name__ == "__main__":
-    app()

@@ -102,7 +102,7 @@ def train(
 
     [bold]longspan train tiny[/] takes two minutes on a CPU and needs no data.
     [bold]longspan train classify --data reviews.csv --text body --label stars --model NAME[/]
-    Several GPUs: [bold]accelerate launch -m longspan.cli train RECIPE ...[/]
+    Several GPUs: [bold]accelerate launch -m longspan train RECIPE ...[/]
     """
     from os import environ
 

@@ -160,7 +160,7 @@ def test_killed_it_goes_on(tmp_path):
     asked = ["train", "enwik8-small", "--shrink", "--data", str(data)]
     asked += ["--set", "phases.0.steps=40", "--set", "save_every=5"]
     run = tmp_path / "killed"
-    command = [sys.executable, "-m", "longspan.cli", *asked, "--output", str(run)]
+    command = [sys.executable, "-m", "longspan", *asked, "--output", str(run)]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(_steps(run)) < 7:
@@ -188,7 +188,7 @@ def test_two_processes_are_one(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     _longspan(*asked, "--output", str(tmp_path / "one"))
     subprocess.run(
-        [sys.executable, *launch, "-m", "longspan.cli", *asked, "--output", str(tmp_path / "two")],
+        [sys.executable, *launch, "-m", "longspan", *asked, "--output", str(tmp_path / "two")],
         check=True,
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,6 +1,6 @@
 """The training loop: one function, read from top to bottom.
 
-Devices, precision and sharding are Accelerate's: `accelerate launch -m longspan.cli train ...`
+Devices, precision and sharding are Accelerate's: `accelerate launch -m longspan train ...`
 runs it on several GPUs, with DDP or FSDP as `accelerate config` was told. FSDP shards the model in
 place, so that `plain` below is the model in every case. Everything random follows from the seed,
 the step and the process, and what is read follows from the step, so a run that was killed goes on
