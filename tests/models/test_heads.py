@@ -212,6 +212,20 @@ def test_choices_need_three_dimensions():
         build("ForMultipleChoice")(torch.ones(2, 5).long())
 
 
+def test_choices_come_in_one_shape():
+    """Flattened, [choices, batch, tokens] would look like [batch, choices, tokens]."""
+    model, tokens = build("ForMultipleChoice"), torch.full((2, 3, 9), 5)
+    for name in ("attention_mask", "global_attention_mask", "token_type_ids", "position_ids"):
+        for shape in ((3, 2, 9), (9,), (2, 3, 9, 1)):
+            with pytest.raises(ValueError, match=rf"{name} must be .*choices.* = \(2, 3, 9\)"):
+                model(tokens, **{name: torch.ones(shape, dtype=torch.long)})
+    with pytest.raises(ValueError, match=r"attention_mask must be .*choices"):
+        model(tokens, attention_mask=torch.ones(2, 9))
+    place = torch.arange(20, 29)
+    one, each = (model(tokens, position_ids=p) for p in (place[None], place.expand(2, 3, 9)))
+    assert torch.equal(one.logits, each.logits)
+
+
 def test_unknown_names_are_not_attributes():
     with pytest.raises(AttributeError, match="nonsense"):
         _ = longspan.nonsense
