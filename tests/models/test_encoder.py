@@ -212,6 +212,9 @@ def wrong(**inputs):
             "global_attention_mask",
         ),
         (wrong(input_ids=ids(2, 9), attention_mask=-torch.ones(2, 9)), "1 = yes, 0 = no"),
+        (wrong(input_ids=ids(2, 9), attention_mask=-ids(2, 9)), "1 = yes, 0 = no.* from -"),
+        (wrong(input_ids=ids(2, 9), attention_mask=torch.full((2, 9), torch.nan)), "from nan"),
+        (wrong(input_ids=ids(1, 2), attention_mask=torch.tensor([[2, 1]])), "from 1 to 2.*global_"),
         (wrong(input_ids=ids(2, 9), position_ids=torch.zeros(9).long()), "position_ids"),
         (wrong(input_ids=ids(1, 2), position_ids=torch.tensor([[3, 66]])), "3 to 66.*0 to 65"),
         (wrong(input_ids=ids(1, 2), token_type_ids=torch.tensor([[0, 1]])), "types 0 to 0"),
@@ -234,6 +237,10 @@ def test_wrong_input_is_named(inputs, message):
         (wrong(input_ids=ids(1, 2), attention_mask=[[1, 1]]), "attention_mask must be a tensor"),
         (wrong(input_ids=ids(1, 2), position_ids=[[2, 3]]), "position_ids must be a tensor"),
         (wrong(input_ids=ids(1, 2), position_ids=torch.ones(1, 2)), "position_ids must be int64"),
+        (
+            wrong(input_ids=ids(1, 2), token_type_ids=torch.zeros(1, 2)),
+            "token_type_ids must be",
+        ),
     ],
 )
 def test_what_is_no_tensor_of_ids_is_named(inputs, message):

@@ -53,8 +53,15 @@ def check_tokens(
 def as_bool(name: str, mask: Tensor | None, like: Tensor) -> Tensor | None:
     """A 0/1 mask [batch, tokens] of any dtype as bool."""
     check_shape(name, mask, like)
-    if mask is not None and mask.is_floating_point() and readable(mask) and bool((mask < 0).any()):
-        raise ValueError(f"{name} is 1 = yes, 0 = no; one of 0 and -inf is something else")
+    if mask is not None and mask.dtype != torch.bool and readable(mask):
+        low, high = (one.item() for one in mask.aminmax())
+        if not (low >= 0 and high <= 1):  # NaN is neither
+            # Longformer also takes an attention_mask with 2 for what is global.
+            raise ValueError(
+                f"{name} is 1 = yes, 0 = no, but this one has numbers from {low} to {high}: one of "
+                "0 and -inf is something else, and which tokens are global is said by "
+                "global_attention_mask"
+            )
     return None if mask is None else mask != 0
 
 
@@ -125,6 +132,8 @@ def check_types(config: LongspanConfig, token_type_ids: Tensor | None) -> None:
     types = config.type_vocab_size
     if types == 0:
         raise ValueError("this model has no token types: leave token_type_ids out")
+    if token_type_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"token_type_ids must be int64 or int32, got {token_type_ids.dtype}")
     if readable(token_type_ids):
         low, high = _range(token_type_ids)
         if low < 0 or high >= types:
