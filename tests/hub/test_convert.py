@@ -286,8 +286,8 @@ def rewrite(folder, change):
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def test_missing_weights_are_named(tmp_path):
-    name = "encoder.layer.1.output.dense.weight"
+@pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "pooler.dense.bias"])
+def test_missing_weights_are_named(name, tmp_path):
     rewrite(saved(tmp_path), lambda weights: weights.pop(name))
     with pytest.raises(ValueError, match=rf"lacks 1 of its weights, among them \['{name}'\]"):
         longspan.convert(tmp_path)

@@ -272,9 +272,10 @@ def load(source: str | Path) -> PreTrainedModel:
         _, head = _recognise(name, config)
     model, info = load_weights(getattr(transformers, name).from_pretrained, source)
     missing = set(info["missing_keys"])
-    if head == "Model" and any(key.startswith("pooler.") for key in missing):
+    pooler = {key for key in model.state_dict() if key.startswith("pooler.")}
+    if head == "Model" and pooler and pooler <= missing:
         model.pooler = None
-        missing = {key for key in missing if not key.startswith("pooler.")}
+        missing -= pooler
     refuse_missing(source, name, missing)
     refuse_surplus(source, name, info["unexpected_keys"])
     if info["unexpected_keys"]:
