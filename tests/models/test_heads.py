@@ -54,6 +54,11 @@ def test_presets():
     assert chosen("first", rows) == ([[1, 0, 0, 0, 0, 0, 0]] * 2, 1)
     assert chosen("question", rows)[0] == [[1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0]]
     assert chosen("candidates", rows)[0] == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]]
+    # BERT's tokenizer sets one separator between the two texts; so may whoever sets three of them,
+    # but then Longformer takes what is behind the first for a second one.
+    single = [[0, 5, 2, 7, 8, 2], [0, 5, 6, 2, 7, 2]]
+    assert chosen("candidates", single)[0] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
+    assert chosen("candidates", [[0, 5, 2, 7, 2, 8, 2]])[0] == [[0, 0, 0, 0, 1, 1, 1]]
     # Without a separator nobody knows where the question ends.
     assert chosen("question", [[0, 5, 6]])[0] == [[1, 0, 0]]
     with pytest.raises(ValueError, match="choose from none, first, question, candidates"):
