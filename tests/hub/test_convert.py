@@ -201,6 +201,8 @@ def test_positions_are_tiled(family):
     assert longspan.convert(source, max_length=50).config.longest == 50
     with pytest.raises(ValueError, match=f"max_length=9 is below the {trained} positions"):
         longspan.convert(source, max_length=9)
+    with pytest.raises(TypeError, match=r"max_length must be a whole number of tokens, got 99\.5"):
+        longspan.convert(source, max_length=cast(int, 99.5))
 
 
 @pytest.mark.parametrize("family", ["Longformer", "Roberta", "Bert"])

@@ -168,6 +168,10 @@ def test_positions_are_extended():
     model.extend_positions(100)
     with pytest.raises(ValueError, match="only ever added"):
         model.extend_positions(99)
+    for wrong in (150.5, "150"):
+        with pytest.raises(TypeError, match=r"length must be a whole number of tokens, got .*150"):
+            model.extend_positions(wrong)
+    assert model.config.longest == 100
 
 
 def test_extended_positions_are_saved(tmp_path):

@@ -29,6 +29,7 @@ from longspan.models import (
     LongspanPreTrainedModel,
     LongspanSeq2SeqConfig,
 )
+from longspan.models.inputs import whole
 from longspan.models.loading import (
     load_weights,
     read_config,
@@ -82,7 +83,7 @@ def convert(
     settings = family.settings(config)
     trained = settings["max_position_embeddings"] - settings["position_offset"]
     default = trained if family.long else _TIMES * trained
-    length = default if max_length is None else max_length
+    length = default if max_length is None else whole("max_length", max_length)
     if length < trained:
         raise ValueError(
             f"max_length={length} is below the {trained} positions {type(model).__name__} has; "

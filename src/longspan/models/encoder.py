@@ -26,6 +26,7 @@ from longspan.models.inputs import (
     check_tokens,
     check_types,
     readable,
+    whole,
 )
 from longspan.models.loading import (
     load_weights,
@@ -233,7 +234,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         than before, and just the global tokens look further than they were trained to. Sinusoidal
         positions reach any length as they are.
         """
-        config = self.config
+        config, length = self.config, whole("length", length)
         if config.longest is None or length == config.longest:
             return
         table = cast(LongspanModel, self.base_model).embeddings.positions

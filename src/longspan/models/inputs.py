@@ -4,7 +4,8 @@ Shapes are always checked. Values are only where they can be looked at for free:
 a graph. Elsewhere a lookup beyond a table fails by itself, and rows of padding alone give zeros.
 """
 
-from typing import cast
+from operator import index
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -106,6 +107,14 @@ def check_length(config: LongspanConfig, tokens: int, cu_seqlens: Tensor | None)
             f"is cut silently: call model.extend_positions({tokens}){tuning} or shorten the "
             "input yourself"
         )
+
+
+def whole(name: str, length: Any) -> int:
+    """A number of tokens, also one of numpy's, as an int; or an error."""
+    try:
+        return index(length)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number of tokens, got {length!r}") from None
 
 
 def check_positions(config: LongspanConfig, position_ids: Tensor) -> None:
