@@ -327,5 +327,10 @@ def test_what_has_windows_is_compared_over_two_of_them(name: str, tmp_path: Path
     assert row.tokens == 32
     assert row.largest <= 2e-5
     assert row.alike == (0.0 if name == "longformer" else None)
+    assert not made.notes[:-1]  # the last is that there is no tokenizer
+    other = convert_checkpoint(tmp_path / "stock", tmp_path / "other", window=32)
+    assert (
+        "its windows of [8, 16]: the window of 32 that was asked for is not used" in other.notes[0]
+    )
     done = run(tmp_path / "stock", tmp_path / "again")
     assert ("rounded alike" in plain(done.output)) == (name == "longformer")

@@ -201,6 +201,8 @@ def test_positions_are_tiled(family):
     assert longspan.convert(source, max_length=50).config.longest == 50
     with pytest.raises(ValueError, match=f"max_length=9 is below the {trained} positions"):
         longspan.convert(source, max_length=9)
+    with pytest.raises(TypeError, match=r"max_length must be a whole number of tokens, got 99\.5"):
+        longspan.convert(source, max_length=cast(int, 99.5))
 
 
 @pytest.mark.parametrize("family", ["Longformer", "Roberta", "Bert"])
@@ -286,8 +288,8 @@ def rewrite(folder, change):
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def test_missing_weights_are_named(tmp_path):
-    name = "encoder.layer.1.output.dense.weight"
+@pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "pooler.dense.bias"])
+def test_missing_weights_are_named(name, tmp_path):
     rewrite(saved(tmp_path), lambda weights: weights.pop(name))
     with pytest.raises(ValueError, match=rf"lacks 1 of its weights, among them \['{name}'\]"):
         longspan.convert(tmp_path)

@@ -168,6 +168,10 @@ def test_positions_are_extended():
     model.extend_positions(100)
     with pytest.raises(ValueError, match="only ever added"):
         model.extend_positions(99)
+    for wrong in (150.5, "150"):
+        with pytest.raises(TypeError, match=r"length must be a whole number of tokens, got .*150"):
+            model.extend_positions(wrong)
+    assert model.config.longest == 100
 
 
 def test_extended_positions_are_saved(tmp_path):
@@ -212,6 +216,9 @@ def wrong(**inputs):
             "global_attention_mask",
         ),
         (wrong(input_ids=ids(2, 9), attention_mask=-torch.ones(2, 9)), "1 = yes, 0 = no"),
+        (wrong(input_ids=ids(2, 9), attention_mask=-ids(2, 9)), "1 = yes, 0 = no.* from -"),
+        (wrong(input_ids=ids(2, 9), attention_mask=torch.full((2, 9), torch.nan)), "from nan"),
+        (wrong(input_ids=ids(1, 2), attention_mask=torch.tensor([[2, 1]])), "from 1 to 2.*global_"),
         (wrong(input_ids=ids(2, 9), position_ids=torch.zeros(9).long()), "position_ids"),
         (wrong(input_ids=ids(1, 2), position_ids=torch.tensor([[3, 66]])), "3 to 66.*0 to 65"),
         (wrong(input_ids=ids(1, 2), token_type_ids=torch.tensor([[0, 1]])), "types 0 to 0"),
@@ -234,6 +241,10 @@ def test_wrong_input_is_named(inputs, message):
         (wrong(input_ids=ids(1, 2), attention_mask=[[1, 1]]), "attention_mask must be a tensor"),
         (wrong(input_ids=ids(1, 2), position_ids=[[2, 3]]), "position_ids must be a tensor"),
         (wrong(input_ids=ids(1, 2), position_ids=torch.ones(1, 2)), "position_ids must be int64"),
+        (
+            wrong(input_ids=ids(1, 2), token_type_ids=torch.zeros(1, 2)),
+            "token_type_ids must be",
+        ),
     ],
 )
 def test_what_is_no_tensor_of_ids_is_named(inputs, message):

@@ -54,6 +54,11 @@ def test_presets():
     assert chosen("first", rows) == ([[1, 0, 0, 0, 0, 0, 0]] * 2, 1)
     assert chosen("question", rows)[0] == [[1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0]]
     assert chosen("candidates", rows)[0] == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]]
+    # BERT's tokenizer sets one separator between the two texts; so may whoever sets three of them,
+    # but then Longformer takes what is behind the first for a second one.
+    single = [[0, 5, 2, 7, 8, 2], [0, 5, 6, 2, 7, 2]]
+    assert chosen("candidates", single)[0] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
+    assert chosen("candidates", [[0, 5, 2, 7, 2, 8, 2]])[0] == [[0, 0, 0, 0, 1, 1, 1]]
     # Without a separator nobody knows where the question ends.
     assert chosen("question", [[0, 5, 6]])[0] == [[1, 0, 0]]
     with pytest.raises(ValueError, match="choose from none, first, question, candidates"):
@@ -210,6 +215,20 @@ def test_documents_that_make_up_no_questions():
 def test_choices_need_three_dimensions():
     with pytest.raises(ValueError, match=r"\[batch, choices, tokens\], got \(2, 5\)"):
         build("ForMultipleChoice")(torch.ones(2, 5).long())
+
+
+def test_choices_come_in_one_shape():
+    """Flattened, [choices, batch, tokens] would look like [batch, choices, tokens]."""
+    model, tokens = build("ForMultipleChoice"), torch.full((2, 3, 9), 5)
+    for name in ("attention_mask", "global_attention_mask", "token_type_ids", "position_ids"):
+        for shape in ((3, 2, 9), (9,), (2, 3, 9, 1)):
+            with pytest.raises(ValueError, match=rf"{name} must be .*choices.* = \(2, 3, 9\)"):
+                model(tokens, **{name: torch.ones(shape, dtype=torch.long)})
+    with pytest.raises(ValueError, match=r"attention_mask must be .*choices"):
+        model(tokens, attention_mask=torch.ones(2, 9))
+    place = torch.arange(20, 29)
+    one, each = (model(tokens, position_ids=p) for p in (place[None], place.expand(2, 3, 9)))
+    assert torch.equal(one.logits, each.logits)
 
 
 def test_unknown_names_are_not_attributes():

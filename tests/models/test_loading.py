@@ -165,7 +165,18 @@ def test_a_new_head_and_a_missing_pooler_are_fine(saved, monkeypatch):
     assert "2 weights are new and have to be trained, classifier.bias" in said[0]
     said.clear()
     assert isinstance(LongspanModel.from_pretrained(saved), LongspanModel)
+    assert len(said) == 1
+    assert "has no pooler of a LongspanModel: 2 weights are new" in said[0]
+    said.clear()
+    assert LongspanModel.from_pretrained(saved, add_pooling_layer=False).pooler is None
     assert not said
+
+
+def test_half_a_pooler(tmp_path):
+    build("Model").save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda weights: weights.pop("pooler.dense.weight"))
+    with pytest.raises(ValueError, match=r"lacks 1 of its weights, .*pooler\.dense\.weight"):
+        LongspanModel.from_pretrained(tmp_path)
 
 
 class Trap:

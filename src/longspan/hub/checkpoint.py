@@ -85,6 +85,13 @@ def convert_checkpoint(
     with warnings.catch_warnings(record=True) as said:  # of what is left behind
         warnings.simplefilter("always", UserWarning)
         theirs = load(source) if own is None else own
+        has = getattr(theirs.config, "attention_window", None)
+        if has is not None and window is not None:
+            warnings.warn(
+                f"{type(theirs).__name__} comes over as it is, with its windows of {has}: the "
+                f"window of {window} that was asked for is not used",
+                stacklevel=2,
+            )
         trained = _trained(theirs)
         ours = own or convert(theirs, max_length=max_length, window=window)
     if own is not None and max_length is not None:

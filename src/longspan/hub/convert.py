@@ -29,6 +29,7 @@ from longspan.models import (
     LongspanPreTrainedModel,
     LongspanSeq2SeqConfig,
 )
+from longspan.models.inputs import whole
 from longspan.models.loading import (
     load_weights,
     read_config,
@@ -82,7 +83,7 @@ def convert(
     settings = family.settings(config)
     trained = settings["max_position_embeddings"] - settings["position_offset"]
     default = trained if family.long else _TIMES * trained
-    length = default if max_length is None else max_length
+    length = default if max_length is None else whole("max_length", max_length)
     if length < trained:
         raise ValueError(
             f"max_length={length} is below the {trained} positions {type(model).__name__} has; "
@@ -272,9 +273,10 @@ def load(source: str | Path) -> PreTrainedModel:
         _, head = _recognise(name, config)
     model, info = load_weights(getattr(transformers, name).from_pretrained, source)
     missing = set(info["missing_keys"])
-    if head == "Model" and any(key.startswith("pooler.") for key in missing):
+    pooler = {key for key in model.state_dict() if key.startswith("pooler.")}
+    if head == "Model" and pooler and pooler <= missing:
         model.pooler = None
-        missing = {key for key in missing if not key.startswith("pooler.")}
+        missing -= pooler
     refuse_missing(source, name, missing)
     refuse_surplus(source, name, info["unexpected_keys"])
     if info["unexpected_keys"]:

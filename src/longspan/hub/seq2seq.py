@@ -13,6 +13,7 @@ from transformers import LEDConfig, PreTrainedModel
 from longspan.hub.exchange import finish, gather, inexpressible, scatter, share_global
 from longspan.layers.position import tile_positions
 from longspan.models import LongspanForConditionalGeneration, LongspanSeq2SeqConfig
+from longspan.models.inputs import whole
 
 HEAD = "ForConditionalGeneration"
 # LED went from BART's 1,024 positions to 16,384, with windows of 1,024.
@@ -123,7 +124,8 @@ def convert(
             "scores are tied to its words"
         )
     trained, targets = positions(their)
-    length = (trained if family.long else _TIMES * trained) if max_length is None else max_length
+    default = trained if family.long else _TIMES * trained
+    length = default if max_length is None else whole("max_length", max_length)
     if length < trained:
         raise ValueError(
             f"max_length={length} is below the {trained} positions {type(model).__name__} has; "

@@ -26,6 +26,7 @@ from longspan.models.inputs import (
     check_tokens,
     check_types,
     readable,
+    whole,
 )
 from longspan.models.loading import (
     load_weights,
@@ -166,13 +167,16 @@ class LongspanPreTrainedModel(PreTrainedModel):
         prefix = f"{cls.base_model_prefix}."
         head_may_be_new = cls.head_may_be_new and not same
         missing = info["missing_keys"]
+        pooler = {name for name in model.state_dict() if "pooler." in name}
+        # Many encoders were saved without a pooler, none with half of one.
+        may_lack = pooler if pooler <= set(missing) else set()
         refuse_missing(
             source,
             cls.__name__,
             (
                 name
                 for name in missing
-                if (name.startswith(prefix) or not head_may_be_new) and "pooler." not in name
+                if (name.startswith(prefix) or not head_may_be_new) and name not in may_lack
             ),
         )
         refuse_surplus(source, cls.__name__, info["unexpected_keys"])
@@ -230,7 +234,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         than before, and just the global tokens look further than they were trained to. Sinusoidal
         positions reach any length as they are.
         """
-        config = self.config
+        config, length = self.config, whole("length", length)
         if config.longest is None or length == config.longest:
             return
         table = cast(LongspanModel, self.base_model).embeddings.positions

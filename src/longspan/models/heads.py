@@ -374,8 +374,14 @@ class LongspanForMultipleChoice(_Head):
         follow one another for each question; None = all of them are about one.
         """
         given = input_ids if input_ids is not None else inputs_embeds
-        rows = (input_ids, attention_mask, global_attention_mask, token_type_ids)
-        rows = (*rows, position_ids, inputs_embeds)
+        rows: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "global_attention_mask": global_attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
         if cu_seqlens is None:
             if not isinstance(given, Tensor) or given.dim() < 3:
                 got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
@@ -383,29 +389,38 @@ class LongspanForMultipleChoice(_Head):
             if choices not in (None, given.shape[1]):
                 raise ValueError(f"choices={choices}, but input_ids has {given.shape[1]} of them")
             choices = given.shape[1]
-            rows = [one.flatten(0, 1) if isinstance(one, Tensor) else one for one in rows]
+            rows = {name: _one_row_each(name, one, given) for name, one in rows.items()}
         elif choices is not None and (choices < 1 or (len(cu_seqlens) - 1) % choices):
             raise ValueError(
                 f"cu_seqlens: {len(cu_seqlens) - 1} documents are no questions of "
                 f"choices={choices} each"
             )
-        ids, mask, global_mask, types, positions, embeds = rows
         encoded = self._encode(
-            ids,
-            global_mask,
-            embeds,
-            cu_seqlens,
-            max_global_tokens,
-            attention_mask=mask,
-            token_type_ids=types,
-            position_ids=positions,
+            cu_seqlens=cu_seqlens,
+            max_global_tokens=max_global_tokens,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            **rows,
         )
+        mask = rows["attention_mask"]
         scores = self.classifier(encoded.last_hidden_state, mask, cu_seqlens)
         logits = scores.view(-1, scores.shape[0] if choices is None else choices)
         loss = None if labels is None else cross_entropy(logits, labels.to(logits.device))
         return LongspanMultipleChoiceOutput(logits=logits, **_kept(encoded, loss))
+
+
+def _one_row_each(name: str, given: Any, like: Tensor) -> Any:
+    """[batch, choices, tokens, ...] -> [batch * choices, tokens, ...], if it is shaped like `like`:
+    flattened, [choices, batch, ...] would look the same. What is no tensor the encoder refuses."""
+    if not isinstance(given, Tensor) or (name == "position_ids" and given.dim() == 2):
+        return given  # a row of positions serves all documents
+    wanted = given.shape[:3] if name == "inputs_embeds" else given.shape
+    if given is not like and wanted != like.shape[:3]:
+        raise ValueError(
+            f"{name} must be [batch, choices, tokens] = {tuple(like.shape[:3])}, "
+            f"got {tuple(given.shape)}"
+        )
+    return given.flatten(0, 1)
 
 
 def _token_transform(config: LongspanConfig) -> nn.Module:

@@ -4,7 +4,8 @@ Shapes are always checked. Values are only where they can be looked at for free:
 a graph. Elsewhere a lookup beyond a table fails by itself, and rows of padding alone give zeros.
 """
 
-from typing import cast
+from operator import index
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +54,15 @@ def check_tokens(
 def as_bool(name: str, mask: Tensor | None, like: Tensor) -> Tensor | None:
     """A 0/1 mask [batch, tokens] of any dtype as bool."""
     check_shape(name, mask, like)
-    if mask is not None and mask.is_floating_point() and readable(mask) and bool((mask < 0).any()):
-        raise ValueError(f"{name} is 1 = yes, 0 = no; one of 0 and -inf is something else")
+    if mask is not None and mask.dtype != torch.bool and readable(mask):
+        low, high = (one.item() for one in mask.aminmax())
+        if not (low >= 0 and high <= 1):  # NaN is neither
+            # Longformer also takes an attention_mask with 2 for what is global.
+            raise ValueError(
+                f"{name} is 1 = yes, 0 = no, but this one has numbers from {low} to {high}: one of "
+                "0 and -inf is something else, and which tokens are global is said by "
+                "global_attention_mask"
+            )
     return None if mask is None else mask != 0
 
 
@@ -101,6 +109,14 @@ def check_length(config: LongspanConfig, tokens: int, cu_seqlens: Tensor | None)
         )
 
 
+def whole(name: str, length: Any) -> int:
+    """A number of tokens, also one of numpy's, as an int; or an error."""
+    try:
+        return index(length)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number of tokens, got {length!r}") from None
+
+
 def check_positions(config: LongspanConfig, position_ids: Tensor) -> None:
     learned = config.position == "learned"
     if learned and position_ids.dtype not in (torch.int64, torch.int32):
@@ -125,6 +141,8 @@ def check_types(config: LongspanConfig, token_type_ids: Tensor | None) -> None:
     types = config.type_vocab_size
     if types == 0:
         raise ValueError("this model has no token types: leave token_type_ids out")
+    if token_type_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"token_type_ids must be int64 or int32, got {token_type_ids.dtype}")
     if readable(token_type_ids):
         low, high = _range(token_type_ids)
         if low < 0 or high >= types:

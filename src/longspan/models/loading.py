@@ -141,11 +141,12 @@ def refuse_stray(source: str | Path, name: str, unexpected: Iterable[str]) -> No
 
 def tell_new(source: str | Path, name: str, missing: Iterable[str]) -> None:
     """Say which weights begin with random numbers, as transformers would have said."""
-    new = sorted(key for key in missing if "pooler." not in key)
+    new = sorted(missing)
     if new:
+        what = "pooler" if all("pooler." in key for key in new) else "head"
         logger.warning(
-            f"{source} has no head of a {name}: {len(new)} weights are new and have to be trained, "
-            f"{', '.join(new[:4])}{' ...' if len(new) > 4 else ''}"
+            f"{source} has no {what} of a {name}: {len(new)} weights are new and have to be "
+            f"trained, {', '.join(new[:4])}{' ...' if len(new) > 4 else ''}"
         )
 
 

@@ -31,8 +31,8 @@ def choose_global(
 
     - "first": the first token of each document, by the `attention_mask` if there is one.
     - "question": every token before the first separator, as question answering has it.
-    - "candidates": every token behind the two separators that end the first text, where multiple
-      choice has question and candidate.
+    - "candidates": every token behind the one or two separators that end the first text, where
+      multiple choice has question and candidate.
     - "none": no token.
     """
     if preset == "none":
@@ -60,9 +60,11 @@ def choose_global(
             )
         return first, documents
     # Separators before each place, then counted within the document the place is in.
-    before = pad((input_ids == sep_token_id).cumsum(dim=1), (1, 0))
+    separates = input_ids == sep_token_id
+    before = pad(separates.cumsum(dim=1), (1, 0))
     from_start = before.gather(1, start)
-    has_any = before.gather(1, stop) > from_start
+    count = before.gather(1, stop) - from_start
+    has_any = count > 0
     if readable(input_ids) and not bool(has_any.all()):
         logger.warning_once(
             f"A document has no separator (token {sep_token_id}), so where its question ends is "
@@ -71,9 +73,11 @@ def choose_global(
     passed = before[:, 1:] - from_start
     if preset == "question":
         return torch.where(has_any, passed == 0, first), None
-    # The separator that ends the first text has a second one, or the question, behind it: as in
-    # transformers, neither of the two places is global.
-    ended = (passed > 0).roll(2, dims=1) & (place - start >= 2)
+    # Of three, as RoBERTa's tokenizer sets them and Longformer wants them, two end the first text:
+    # neither place is global. Of BERT's two only one does, and the question begins behind it.
+    one, two = ((passed > 0).roll(n, dims=1) & (place - start >= n) for n in (1, 2))
+    doubled = separates & separates.roll(1, dims=1) & (passed == 2)
+    ended = torch.where(count > 2, two, one & ~doubled)
     return torch.where(has_any, ended, first), None
 
 
