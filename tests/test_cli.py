@@ -464,6 +464,27 @@ def test_choosing_and_reasoning(tmp_path: Path) -> None:
     assert {one["title"] for one in json.loads(made[0])["evidence"]}
 
 
+def test_every_column_can_be_named(tmp_path: Path) -> None:
+    from tasks.finetuned import hopping, told
+    from tasks.tiny import tiny_checkpoint
+
+    source = str(tiny_checkpoint(tmp_path / "source"))
+    for name, write, columns in (
+        ("multihop", hopping, "text question answer:answers evidence"),
+        ("coref", told, "sentences clusters"),
+    ):
+        path = write(tmp_path / f"{name}.jsonl")
+        renamed, options = path.read_text(), []
+        for column in columns.split():
+            old, option = (column.split(":") * 2)[:2]
+            renamed = renamed.replace(f'"{old}":', f'"my {old}":')
+            options += [f"--{option}", f"my {old}"]
+        path.write_text(renamed)
+        command = ("train", name, "--data", str(path), "--model", source, "--shrink")
+        run = ("--set", "model.length=32", "--output", str(tmp_path / name))
+        assert f"wrote {tmp_path / name}" in plain(invoke(*command, *run, *options))
+
+
 def test_pretraining_a_checkpoint_without_a_head(tmp_path: Path) -> None:
     """A head first, then the whole; then the run is a start like any other, and fills masks."""
     from tasks.finetuned import documents

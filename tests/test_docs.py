@@ -1,12 +1,13 @@
 """The documentation tells the truth: its Python runs, its links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
 
 
 def page_id(path: Path) -> str:
@@ -50,3 +51,25 @@ def test_readme_begins_with_the_two_commands() -> None:
     beginning = "\n".join((ROOT / "README.md").read_text().splitlines()[:15])
     assert "make demo" in beginning
     assert "make test" in beginning
+
+
+def test_scores_of_tasks_are_those_of_the_runs() -> None:
+    """Every row of the table is an arm of scores.json, to the last digit that it shows."""
+    folder = ROOT / "bench" / "tasks"
+    arms = {one["name"]: one for one in json.loads((folder / "scores.json").read_text())["arms"]}
+    rows = re.findall(
+        r"^\| (?:(\w+)|-)[, ]*([\w, ]+) \| [\w ]*(?:F1|accuracy) \| (.+?) \| (.+?) \| (\d) \|$",
+        (folder / "README.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    assert len(rows) > 15
+    task = ""
+    for new, way, test, valid, seeds in rows:
+        task = new.lower() or task
+        way = way.replace("batches of like length", "alike").replace(", ", "-")
+        arm = arms[f"{task}-{way}"]
+        assert len(arm["seeds"]) == int(seeds), arm["name"]
+        for shown, split in ((test, "test"), (valid, "valid")):
+            found = arm[split][arm["measure"]]
+            told = [found["mean"], *([found["deviation"]] if int(seeds) > 1 else [])]
+            assert re.findall(r"0\.\d+", shown) == [f"{one:.3f}" for one in told], arm["name"]

@@ -89,6 +89,10 @@ def train(
     question: cli_tasks.Question = None,
     answers: cli_tasks.Answers = None,
     choices: cli_tasks.Choices = None,
+    evidence: cli_tasks.Evidence = None,
+    sentences: cli_tasks.Sentences = None,
+    clusters: cli_tasks.Clusters = None,
+    speakers: cli_tasks.Speakers = None,
     id: cli_tasks.Id = None,
     several: cli_tasks.Several = False,
     too_long: cli_tasks.TooLong = None,
@@ -121,9 +125,10 @@ def train(
     run = output or Path("runs") / recipe
     try:
         settings = parse(setting or [])
+        columns = {"text": text, "label": label, "question": question, "answers": answers}
+        columns |= {"choices": choices, "evidence": evidence, "sentences": sentences}
+        columns |= {"clusters": clusters, "speakers": speakers, "id": id}
         if recipe in FINETUNING:
-            columns = {"text": text, "label": label, "question": question, "answers": answers}
-            columns |= {"choices": choices, "id": id}
             cli_tasks.finetune(
                 recipe,
                 settings,
@@ -146,10 +151,9 @@ def train(
             settings["data.path"] = str(data)
         chosen = find(recipe)
         for_examples = {
-            **{"--model": model, "--valid": valid, "--test": test, "--text": text},
-            **{"--label": label, "--question": question, "--answers": answers},
-            **{"--choices": choices, "--id": id, "--several": several},
-            **{"--too-long": too_long, "--seeds": seeds > 1},
+            **{"--model": model, "--valid": valid, "--test": test},
+            **{f"--{name}": column for name, column in columns.items()},
+            **{"--several": several, "--too-long": too_long, "--seeds": seeds > 1},
         }
         given = [name for name, value in for_examples.items() if value]
         if given:

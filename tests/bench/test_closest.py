@@ -28,7 +28,9 @@ def closest(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-def test_some_paragraphs_are_kept(tmp_path: Path, closest: Callable[..., None]) -> None:
+def test_some_paragraphs_are_kept(
+    tmp_path: Path, closest: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     given, target = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
     given.write_text(json.dumps(ROW) + "\n")
     source = tiny_checkpoint(tmp_path / "checkpoint", masked=False)
@@ -36,6 +38,12 @@ def test_some_paragraphs_are_kept(tmp_path: Path, closest: Callable[..., None]) 
     kept = json.loads(target.read_text())["context"]
     assert len(kept) == 2
     assert all(one in ROW["context"] for one in kept)
+    assert "joint F1" not in capsys.readouterr().out
+    lost = {**ROW, "answer": "the cow"}
+    given.write_text("".join(json.dumps(row) + "\n" for row in (ROW | {"answer": "laughs"}, lost)))
+    closest(source, given, target, "--keep", 2)
+    # No title is an answer; one answer stands in a fact, the other nowhere.
+    assert "without training 0.000, of all that is there 0.500" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,16 @@ def test_contenders_differ_in_reading_alone(tmp_path):
         compare(made, tmp_path / "out", short=64, console=QUIET)
 
 
+def test_answers_are_judged_at_the_threshold_of_validation(tmp_path):
+    made = recipe("spans", tmp_path, too_long="split", epochs=1.0, model__length=64)
+    result = compare(made, tmp_path / "out", short=24, console=QUIET)
+    assert (made.measure, result.measure) == ("best_f1", "f1")
+    for one in result.contenders:
+        run = tmp_path / "out" / one.name.replace(", ", "-").replace(" ", "-") / "seed-0"
+        results = json.loads((run / "results.json").read_text())
+        assert one.by_seed == [pytest.approx(results["test"]["f1"])]
+
+
 def test_what_cannot_be_read_is_said_before_training(tmp_path, monkeypatch):
     made = replace(toy(tmp_path, 0, 5, model__length=24), too_long="refuse")
     monkeypatch.setattr(comparing, "finetune", lambda *_, **__: pytest.fail("it trained"))

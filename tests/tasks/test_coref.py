@@ -1,5 +1,6 @@
 """Coreference: it learns, whole or in pieces, gives exact offsets, and says what it cannot do."""
 
+import csv
 import json
 
 import numpy as np
@@ -16,7 +17,7 @@ from longspan.data.tables import Row, read_rows
 from longspan.models.coreference import Links
 from longspan.tasks.coref import Coref, decode
 from longspan.tasks.finetune import finetune, make_task
-from longspan.tasks.mentions import cuts, read_words
+from longspan.tasks.mentions import cuts, read_speakers, read_words
 from longspan.train.loop import train
 from longspan.train.recipe import change
 
@@ -285,6 +286,29 @@ def test_odd_rows_are_counted():
     assert len(skips) == 2
     assert read_words(Row("here", {"sentences": [[]]}), {}) is None
     assert read_words(Row("here", {"text": " "}), {}) is None
+
+
+def test_tables_of_text_hold_json(tmp_path):
+    values = {
+        "sentences": [["the", "cat"], ["it"]],
+        "clusters": [[[0, 1], [2, 2]]],
+        "speakers": [["A", "A"], ["B"]],
+    }
+    path = tmp_path / "told.csv"
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, values)
+        table.writeheader()
+        table.writerow({name: json.dumps(value) for name, value in values.items()})
+        table.writerow({"sentences": '[["the"]]'})
+    first, second = [read_words(row, {}) for row in read_rows(path)]
+    assert first is not None
+    assert second is not None
+    assert first.clusters == [[(0, 1), (2, 2)]]
+    assert first.speaker.tolist() == [1, 1, 2]
+    assert (second.text, second.clusters, second.speaker.tolist()) == ("the", [], [0])
+    (row, _), columns = read_rows(path), {}
+    assert read_speakers(row, columns) == values["speakers"]
+    assert read_speakers(Row("here", {"text": "the cat", "speakers": "A"}), columns) == []
 
 
 def test_what_cannot_be_learned_is_said(tmp_path):

@@ -56,12 +56,13 @@ def _title(result: Comparison) -> str:
 
 def _draw_scores(axes: Axes, result: Comparison) -> None:
     axes.set_title(f"{result.measure.replace('_', ' ')}, 95% intervals")
+    two = 0 < result.long_share < 1  # all documents, and the long ones among them
     for place, one in enumerate(result.contenders):
         colour = GREY if one.name in SHORT_ONES else BLUE
-        _draw_interval(axes, one.score, place - 0.12, colour, "o")
-        if one.on_long is not None and result.long_share < 1:
+        _draw_interval(axes, one.score, place - 0.12 if two else place, colour, "o")
+        if one.on_long is not None and two:
             _draw_interval(axes, one.on_long, place + 0.18, ORANGE, "s")
-    if 0 < result.long_share < 1:
+    if two:
         axes.plot([], [], "s", color=ORANGE, label=f"documents beyond {result.short:,} tokens")
         axes.plot([], [], "o", color=BLUE, label="all documents")
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)

@@ -135,7 +135,8 @@ def compare(
     gain = interval(base.mark, sheets[best[False].name], sheets[best[True].name])
     share = float(long.mean())
     result = Comparison(
-        recipe.measure,
+        # Test examples are judged at the threshold that validation chose, not at their own best.
+        recipe.measure.removeprefix("best_"),
         short,
         recipe.model.length,
         len(long),

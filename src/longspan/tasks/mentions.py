@@ -9,6 +9,7 @@ import numpy as np
 from longspan.data.examples import Skips
 from longspan.data.tables import Row
 from longspan.tasks.embed import Span
+from longspan.tasks.questions import decode
 
 Clusters = list[list[Span]]  # first and last word of each mention
 
@@ -47,8 +48,8 @@ def read_words(row: Row, columns: Mapping[str, str], skips: Skips | None = None)
     """The document of a row, or None if it has no words.
 
     Column "sentences" holds lists of words, and "clusters", "speakers" (a name for each word) and
-    "genre" may stand beside it, as in CoNLL's files; its text is the words with a space between
-    them. Without it, column "text" is cut into words and sentences.
+    "genre" may stand beside it, as in CoNLL's files; a table of text has them as JSON. The text is
+    the words with a space between them. Without it, column "text" is cut into words and sentences.
     """
     name = columns.get("sentences", "sentences")
     identity = row.values.get(columns.get("id", "id"))
@@ -65,7 +66,7 @@ def read_words(row: Row, columns: Mapping[str, str], skips: Skips | None = None)
         starts = np.cumsum(sizes + 1) - sizes - 1
         offsets = np.stack([starts, starts + sizes], axis=1)
         sentence = np.repeat(np.arange(len(sentences)), [len(one) for one in sentences])
-        speakers = _speakers(row, columns.get("speakers", "speakers"), sentences)
+        speakers = _speakers(row, columns, sentences)
     if not len(offsets):
         return None
     forms: dict[str, int] = {}
@@ -86,7 +87,7 @@ def read_words(row: Row, columns: Mapping[str, str], skips: Skips | None = None)
 
 
 def _nested(row: Row, column: str, kind: type) -> list[list[Any]]:
-    value = row.get(column)
+    value = decode(row, column)
     if isinstance(value, list) and all(
         isinstance(one, list) and all(isinstance(part, kind) for part in one) for one in value
     ):
@@ -97,22 +98,30 @@ def _nested(row: Row, column: str, kind: type) -> list[list[Any]]:
     )
 
 
-def _speakers(row: Row, column: str, sentences: list[list[str]]) -> list[str]:
-    if row.values.get(column) is None:
+def read_speakers(row: Row, columns: Mapping[str, str]) -> list[list[str]]:
+    """A name for each word of each sentence; nothing where nobody is named, or where words are
+    still to be cut from a text."""
+    column = columns.get("speakers", "speakers")
+    is_cut = columns.get("sentences", "sentences") in row.values
+    return _nested(row, column, str) if is_cut and row.values.get(column) not in (None, "") else []
+
+
+def _speakers(row: Row, columns: Mapping[str, str], sentences: list[list[str]]) -> list[str]:
+    names = read_speakers(row, columns)
+    if not names:
         return []
-    names = _nested(row, column, str)
     if [len(one) for one in names] != [len(one) for one in sentences]:
         raise ValueError(
-            f"{row.where}, column {column!r}: there should be a speaker for each word, an empty "
-            "one if nobody knows"
+            f"{row.where}, column {columns.get('speakers', 'speakers')!r}: there should be a "
+            "speaker for each word, an empty one if nobody knows"
         )
     return [name for one in names for name in one]
 
 
 def _clusters(row: Row, column: str, words: int, skips: Skips | None) -> Clusters:
-    value = row.values.get(column)
-    if value is None:
+    if row.values.get(column) in (None, ""):
         return []
+    value = decode(row, column)
     seen: set[Span] = set()
     made = []
     try:

@@ -12,7 +12,7 @@ from longspan.data.conll import write_conll
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.finetune import FIRST_STAGE, TASKS, half, load_model
 from longspan.tasks.lines import write_lines
-from longspan.tasks.mentions import read_words
+from longspan.tasks.mentions import read_speakers, read_words
 from longspan.tasks.start import load_tokenizer
 from longspan.train import checkpoint
 from longspan.train.finetuning import Finetuning, TooLong, check_columns
@@ -178,11 +178,10 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
                 words = read_words(row, columns)
                 if words is None:
                     continue
-                speakers = row.values.get(columns.get("speakers", "speakers")) or []
                 document = {
                     "id": words.id,
                     "sentences": words.sentences(),
-                    "speakers": [one for one in speakers if one],
+                    "speakers": read_speakers(row, columns),
                 }
             found = json.loads(line).get("clusters", [])
             clusters = [[mention["words"] for mention in cluster] for cluster in found]

@@ -1,7 +1,7 @@
 """A checkpoint with a new head, or the one it has: what training starts from."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,21 @@ def build_model(
 ) -> Any:
     """A model of the class `head` with the encoder of a checkpoint, in float32.
 
-    The head is new, unless the checkpoint has it and `keep_head` is set, and so are the embeddings
-    of `added` tokens. The model may have more positions than `start.length` asks for.
+    The head is new, unless the checkpoint has it and `keep_head` is set, or `start.head` asks for
+    it, and so are the embeddings of `added` tokens. The model may have more positions than
+    `start.length` asks for.
     """
     assert start.source is not None
     folder = find_source(start.source)
-    kept = keep_head and has_head(folder, head)
+    kept = (keep_head or start.head == "kept") and has_head(folder, head)
+    if start.head == "kept" and not kept:
+        raise ValueError(f"model.head=kept: {folder} has no head for this task, {head.__name__}")
     source, trained = load_long(folder, start.length, start.window, head if kept else None)
     if added:
         _embed(source, added)
     config = copy.deepcopy(source.config)
+    if start.head == "kept":
+        _check_head(folder, config, settings)
     for name, value in settings.items():
         setattr(config, name, value)
     config.global_preset = start.global_tokens  # None leaves it to the head
@@ -229,6 +234,16 @@ def _embed(model: Any, ids: Sequence[int]) -> None:
     table[list(ids)] = new
     words.weight, words.num_embeddings = nn.Parameter(table), size
     model.config.vocab_size = size
+
+
+def _check_head(folder: str, config: Any, settings: Mapping[str, Any]) -> None:
+    """Raise if a head that is to be kept was made for something else."""
+    for name, value in settings.items():
+        known = getattr(config, name)
+        if name != "label2id" and known != value:
+            raise ValueError(
+                f"model.head=kept: {folder} has {name}={known}, these examples {name}={value}"
+            )
 
 
 def _freeze(model: Any, what: str, known: int) -> None:

@@ -65,6 +65,8 @@ class Start:
             None as the checkpoint has it.
         positions: what learned positions begin as that the checkpoint lacks: "copied" from those
             it has, or "random", to see what copying is worth.
+        head: what is on top of the encoder: "new", or "kept" as the source has it, which was then
+            trained for the same task; one for masked tokens is kept in any case.
         freeze: which weights stay as they are: "nothing"; "all-but-head": the encoder; or
             "all-but-positions": everything but the positions that the checkpoint lacks.
         new: a model to begin with in place of a source, for classification.
@@ -76,6 +78,7 @@ class Start:
     global_tokens: Literal["none", "first", "question"] | None = None
     pooling: Literal["first", "mean"] | None = None
     positions: Literal["copied", "random"] = "copied"
+    head: Literal["new", "kept"] = "new"
     freeze: Literal["nothing", "all-but-head", "all-but-positions"] = "nothing"
     new: New | None = None
 
