@@ -1,5 +1,6 @@
 """BigBird: against a mask written out block by block."""
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -64,6 +65,8 @@ def test_layers_draw_different_blocks():
     )
     blocks: Any = longspan.LongspanModel(config).layers
     assert [block.attention.number for block in blocks] == [0, 1, 2]
+    lists = [block.attention._listed(torch.zeros(1, 100, DIM), None) for block in blocks]
+    assert not any(torch.equal(one, other) for one, other in combinations(lists, 2))
 
 
 @pytest.mark.parametrize(

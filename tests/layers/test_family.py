@@ -16,6 +16,8 @@ from layers.family import (
     encoder_layer,
     states,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import longspan
 from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
@@ -108,6 +110,42 @@ def test_any_length(kind, tokens):
     assert hidden.grad.isfinite().all()
 
 
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor had that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor):
+                numbers = one.untyped_storage().nbytes() // one.element_size()
+                self.numbers = max(self.numbers, numbers)
+        return made
+
+
+def growth(run: Callable[[int, torch.Tensor], torch.Tensor]) -> float:
+    """Of the largest tensor, forward and backward, when a text gets four times as long."""
+    sizes = []
+    for tokens in (512, 2048):
+        hidden = states(1, tokens, torch.float32).requires_grad_()
+        with Largest() as largest:
+            run(tokens, hidden).sum().backward()
+        sizes.append(largest.numbers)
+    return sizes[1] / sizes[0]
+
+
+@every_encoder
+def test_no_n_by_n_is_formed(kind):
+    def run(tokens, hidden):
+        longer = {"length": tokens} if kind.startswith("linformer") else {}
+        return encoder_layer({**ENCODERS[kind], **longer}, torch.float32).train()(hidden)
+
+    assert growth(run) < 5  # 16 if it were
+
+
 def gradients_are_right(layer: Callable[[torch.Tensor], torch.Tensor], tokens: int = 9) -> bool:
     """Along four directions of each token, drawn at random, and in four sums of each output: all
     numbers take part, and a sixth as many passes are made as for one at a time."""
@@ -184,6 +222,12 @@ def test_any_length_of_text(kind, tokens):
     assert out.isfinite().all()
     assert hidden.grad is not None
     assert hidden.grad.isfinite().all()
+
+
+@every_decoder
+def test_no_n_by_n_is_formed_causally(kind):
+    made = causal_layer(DECODERS[kind], torch.float32).train()
+    assert growth(lambda _, hidden: made(hidden).out) < 5
 
 
 @every_decoder

@@ -7,6 +7,7 @@ import torch
 from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
 
 import longspan
+from longspan.ops import visibility
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -131,3 +132,22 @@ def test_a_wrong_setting_is_named(change, message):
 def test_a_longer_document_is_refused():
     with pytest.raises(ValueError, match=r"41 tokens, .+ length=40: shorten"):
         encoder_layer(LINEAR)(states(1, 41))
+
+
+@pytest.mark.parametrize("left", [0, 3, 9])
+def test_padding_beyond_its_length_is_not_a_longer_document(left):
+    """Alone in its batch or not."""
+    made, document = encoder_layer({**LINEAR, "rotary": 100.0}), states(1, 40)
+    hidden = torch.cat((states(1, left), document, states(1, 9 - left)), 1).repeat(2, 1, 1)
+    mask = torch.zeros(2, 49, dtype=torch.long)
+    mask[:, left : left + 40] = 1
+    places = torch.arange(49).repeat(2, 1) - left
+    for rows in (1, 2):
+        own = hidden[:rows]
+        seen = visibility(own, attention_mask=mask[:rows])
+        out = made(own, seen=seen, position_ids=places[:rows])
+        torch.testing.assert_close(out[:, left : left + 40], made(document).expand(rows, -1, -1))
+        assert not out[mask[:rows] == 0].any()
+    mask[1] = 1
+    with pytest.raises(ValueError, match="49 tokens"):
+        made(hidden, seen=visibility(hidden, attention_mask=mask))

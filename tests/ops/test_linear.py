@@ -7,6 +7,7 @@ import pytest
 import torch
 from layers.family import compiles_anywhere
 
+from longspan.layers.position import rotate
 from longspan.ops import linear_sums as module
 from longspan.ops.linear import (
     KERNELS,
@@ -267,6 +268,32 @@ def test_many_features_come_close_to_softmax_attention():
         errors.append(float((linear_attention(query, key, value, projection) - exact).norm()))
     assert errors[1] < errors[0] / 4
     assert errors[1] < 0.1 * float(exact.norm())
+
+
+def before_it(tokens, size, projection=None):
+    """The weight that the token before a query gets, if both are turned so that it should have
+    most: the mean over the later half of a text. By softmax attention, or by features."""
+    place = torch.arange(tokens, dtype=torch.float64)[None]
+    alike = torch.full((1, tokens, 1, 64), size, dtype=torch.float64)
+    (query,) = rotate(alike, position=place - 1, base=10000.0)
+    (key,) = rotate(alike, position=place, base=10000.0)
+    if projection is None:
+        scores = query[0, :, 0] @ key[0, :, 0].mT / 8
+        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    else:
+        one_hot = torch.eye(tokens, dtype=torch.float64)[None, :, None]
+        weights = causal_linear_attention(query, key, one_hot, projection)[0][0, :, 0]
+    return float(weights.diagonal(-1)[tokens // 2 :].mean())
+
+
+def test_the_token_before_gets_little_of_the_weight():
+    """Which is why a language model of it learns late, the later the longer its rows are."""
+    assert before_it(512, 4.0) > 0.95
+    torch.manual_seed(0)
+    projection = draw_features(256, 64).double()
+    short, long = (max(before_it(n, s, projection) for s in (2.0, 3.0, 4.0)) for n in (128, 1024))
+    assert long < short < 0.2
 
 
 def test_half_precision_is_left_to_the_caller():

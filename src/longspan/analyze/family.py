@@ -63,8 +63,10 @@ ROWS = {
     "shortformer": Row("its segment of 256 and the one before", "causal-shortformer"),
     "causal-reformer": Row("in 4 rounds, the last 128 of its bucket", "causal-reformer"),
     "causal-routing": Row("the last √n of its cluster", "causal-routing"),
-    "xl": Row("its segment of 512 and the one before", "rival-xl"),
-    "compressive": Row("the same, and 1,024 more, compressed", "rival-compressive"),
+    "xl": Row("its segment of 512 and the one before, scored with two", "rival-xl"),
+    "compressive": Row(
+        "its segment of 512, the one before, and 1,024 more, compressed", "rival-compressive"
+    ),
 }
 
 

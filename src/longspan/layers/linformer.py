@@ -140,11 +140,22 @@ class LinformerAttention(DocumentAttention):
         position_ids: Tensor | None,
     ) -> Tensor:
         reduce = self.reduction
-        if hidden.shape[1] > reduce.length:
-            raise ValueError(
-                f"{hidden.shape[1]} tokens, but this linformer layer has weights for "
-                f"length={reduce.length}: shorten the input, or train with a greater length"
+        beyond = hidden.shape[1] - reduce.length
+        if beyond > 0:
+            # A batch may be padded further than its documents go; a graph cannot look.
+            if valid is None or torch.compiler.is_compiling() or valid[:, reduce.length :].any():
+                raise ValueError(
+                    f"{hidden.shape[1]} tokens, but this linformer layer has weights for "
+                    f"length={reduce.length}: shorten the input, or train with a greater length"
+                )
+            own = slice(reduce.length)
+            out = self.attend(
+                hidden[:, own],
+                valid=valid[:, own],
+                chosen=None,
+                position_ids=None if position_ids is None else position_ids[:, own],
             )
+            return nn.functional.pad(out, (0, 0, 0, beyond))
         query, key, value = self.project(hidden, position_ids)
         key, value, visible = reduce(key, value, valid)
         out = lowrank_attention(
