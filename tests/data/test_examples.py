@@ -1,6 +1,9 @@
 """Splits, skips, and the order of examples."""
 
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -42,6 +45,38 @@ def test_rows_about_the_same_stay_together(tmp_path):
     assert read_examples(source, understand, about=abs) == read_examples(source, understand)
     with pytest.raises(ValueError, match="no example for train: 1 texts are too few"):
         read_examples(source, understand, about=lambda _: 0)
+
+
+class Text(str):
+    """One that can be asked whether it is still there."""
+
+
+def test_texts_are_encoded_while_a_file_is_read(tmp_path):
+    """Of 2,000 texts no more than some hundreds are in memory at any time."""
+    alive = WeakSet()
+
+    def one_text(row):
+        text = Text(row.get("text"))
+        alive.add(text)
+        yield text
+
+    most = 0
+
+    def encode(texts):
+        nonlocal most
+        most = max(most, len(alive))
+        return [int(text) for text in texts if int(text) % 10]
+
+    source = Examples(train=table(tmp_path / "a.csv", 2000))
+    splits = read_examples(source, one_text, encode=encode)
+    assert sorted(chain(*splits)) == [n for n in range(2000) if n % 10]
+    assert 0 < most < 600
+    few = read_examples(replace(source, limit=7), one_text, encode=encode)
+    assert few.train == [n for n in read_examples(replace(source, limit=7), first).train if n % 10]
+
+
+def first(row):
+    yield int(row.get("text"))
 
 
 def test_files_of_their_own_are_taken_whole(tmp_path):

@@ -1,14 +1,21 @@
 """Examples for a task: which file and columns they come from, and how they are split."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from os import environ
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from rich import get_console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from longspan.data.tables import Row, read_rows
 
 Example = TypeVar("Example")
+Encode = Callable[[list[Any]], Iterable[Any]]
+
+_AT_ONCE = 256  # examples that are encoded together
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,11 @@ def read_examples(
     understand: Callable[[Row], Iterator[Example]],
     skips: Skips | None = None,
     about: Callable[[Example], Hashable] | None = None,
-) -> Splits[Example]:
+    encode: Encode | None = None,
+) -> Splits[Any]:
     """All examples of a source; `understand` makes any number of them of a row, and enters in
-    `skips` what it left out.
+    `skips` what it left out. Where there is one at most, `encode` may turn examples into what is
+    to be kept of each, if anything, while they are read: a file of texts need not fit in memory.
 
     A row's examples stay in one split, and so do rows that are `about` the same, as tables have it
     with a row for each question: questions about a document that is trained on would not measure
@@ -86,7 +95,8 @@ def read_examples(
     """
     if source.train is None:
         raise ValueError("there is nothing to train on: give --data FILE")
-    rows = _read(source.train, understand)
+    early = None if source.limit else encode  # else few are kept
+    rows = _read(source.train, understand, early)
     if about is not None:
         rows = _joined(rows, about)
     order = np.random.default_rng(source.split_seed).permutation(len(rows))
@@ -94,7 +104,7 @@ def read_examples(
     for name in ("valid", "test"):
         path, share = getattr(source, name), getattr(source, f"{name}_share")
         if path is not None:
-            parts[name] = _read(path, understand)
+            parts[name] = _read(path, understand, early)
             continue
         if not 0.0 < share < 1.0:
             raise ValueError(f"data.{name}_share={share}: a share between 0 and 1, or give a file")
@@ -103,6 +113,8 @@ def read_examples(
         parts[name] = [rows[place] for place in sorted(taken)]
     kept = {"train": [rows[place] for place in sorted(order)], **parts}
     splits = Splits(*(_few(kept[name], source) for name in Splits._fields))
+    if encode is not None and early is None:
+        splits = Splits(*(list(encode(split)) for split in splits))
     for name, found in splits._asdict().items():
         if not found:
             own = None if name == "train" else getattr(source, name)
@@ -114,9 +126,33 @@ def read_examples(
     return splits
 
 
-def _read(path: str, understand: Callable[[Row], Iterator[Example]]) -> list[list[Example]]:
+def _read(
+    path: str, understand: Callable[[Row], Iterator[Any]], encode: Encode | None
+) -> list[list[Any]]:
     """The examples of each row that has any."""
-    return [found for row in read_rows(path) if (found := list(understand(row)))]
+    columns = SpinnerColumn(), f"reading {Path(path).name}", "{task.completed:,} rows"
+    rows: list[list[Any]] = []
+    waiting: list[Any] = []
+    with Progress(*columns, TimeElapsedColumn(), transient=True, disable=unwatched()) as progress:
+        told = progress.add_task("", total=None)
+        for row in read_rows(path):
+            found = list(understand(row))
+            if encode is None:
+                rows += [found] if found else []
+            else:
+                waiting += found
+                if len(waiting) == _AT_ONCE:
+                    rows += [[one] for one in encode(waiting)]
+                    waiting = []
+            progress.advance(told)
+        if encode is not None:
+            rows += [[one] for one in encode(waiting)]
+    return rows
+
+
+def unwatched() -> bool:
+    """Whether progress is not to be shown: nobody looks on, or another process shows it."""
+    return environ.get("RANK", "0") != "0" or not get_console().is_terminal
 
 
 def _joined(rows: list[list[Example]], about: Callable[[Example], Hashable]) -> list[list[Example]]:

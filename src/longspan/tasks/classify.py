@@ -37,7 +37,7 @@ class Labelled(NamedTuple):
 
 class Document(NamedTuple):
     ids: np.ndarray
-    target: np.ndarray  # [labels] of 0 and 1
+    labels: tuple[str, ...]
 
 
 class Classifier(DocumentReader):
@@ -109,10 +109,10 @@ class Classify(Classifier, ExampleTask):
             configure_new(recipe.model, recipe.attention, tokenizer)  # reading examples takes long
         super().__init__(recipe, tokenizer)
         self.skips = Skips()
-        examples = self._learnable(read_examples(recipe.data, self._understand, self.skips))
-        self.labels = _labels(examples, recipe)
+        documents = read_examples(recipe.data, self._understand, self.skips, encode=self._encode)
+        self.documents = self._learnable(documents)
+        self.labels = _labels(self.documents, recipe)
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "))
-        self.documents = Splits(*(self._encode(split) for split in examples))
         self._settle(recipe)
 
     def _settle(self, recipe: Finetuning) -> None:
@@ -144,23 +144,23 @@ class Classify(Classifier, ExampleTask):
         else:
             yield Labelled(text, labels)
 
-    def _learnable(self, examples: Splits[Labelled]) -> Splits[Labelled]:
-        """Without examples whose label no training example is left with, where that is by chance:
+    def _learnable(self, documents: Splits[Document]) -> Splits[Document]:
+        """Without documents whose label no training example is left with, where that is by chance:
         rare ones end up in splits that are drawn. A file of its own is taken at its word."""
-        known = {label for one in examples.train for label in one.labels}
+        known = {label for one in documents.train for label in one.labels}
         for name in ("valid", "test"):
             if getattr(self.recipe.data, name) is not None:
                 continue
             kept = []
-            for one in getattr(examples, name):
+            for one in getattr(documents, name):
                 new = sorted(set(one.labels) - known)
                 if new:
                     self.skips.add("no training example has the label", f"{new[0]!r} in {name}")
                 else:
                     kept.append(one)
             if kept:
-                examples = examples._replace(**{name: kept})
-        return examples
+                documents = documents._replace(**{name: kept})
+        return documents
 
     def _labels_of(self, row: Row, column: str) -> tuple[str, ...]:
         value = row.get(column)
@@ -184,18 +184,13 @@ class Classify(Classifier, ExampleTask):
             names = [] if nothing else [_name(value)]
         return tuple(dict.fromkeys(name for name in names if name))
 
-    def _encode(self, examples: list[Labelled]) -> list[Document]:
-        place = {label: index for index, label in enumerate(self.labels)}
+    def _encode(self, examples: list[Labelled]) -> Iterator[Document]:
         tokens = token_ids(self.tokenizer, [one.text for one in examples])
-        found = []
-        for one, own in zip(examples, tokens, strict=True):
-            target = np.zeros(len(place), dtype=np.float32)
-            target[[place[label] for label in one.labels]] = 1.0
-            if len(own):
-                found.append(Document(own, target))
+        for one, ids in zip(examples, tokens, strict=True):
+            if len(ids):
+                yield Document(ids, one.labels)
             else:
                 self.skips.add("the text has no tokens", repr(one.text[:20]))
-        return found
 
     def build(self) -> PreTrainedModel:
         kind = "multi_label" if self.recipe.data.several else "single_label"
@@ -213,7 +208,9 @@ class Classify(Classifier, ExampleTask):
         return self._batch([self.documents.train[p] for p in self._order.take(step, rows)]), True
 
     def _batch(self, documents: Sequence[Document]) -> dict[str, Tensor]:
-        targets = torch.from_numpy(np.stack([one.target for one in documents]))
+        targets = torch.zeros(len(documents), len(self.labels))
+        for place, one in enumerate(documents):
+            targets[place, [self.labels.index(label) for label in one.labels]] = 1.0
         return self.collate([one.ids for one in documents]) | {"targets": targets}
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], state: Any) -> Loss:
@@ -300,11 +297,11 @@ def _listed(labels: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _labels(examples: Splits[Labelled], recipe: Finetuning) -> list[str]:
+def _labels(documents: Splits[Document], recipe: Finetuning) -> list[str]:
     """The labels that training examples have; one that is only in others cannot be learned."""
-    known = {label for one in examples.train for label in one.labels}
+    known = {label for one in documents.train for label in one.labels}
     for name in ("valid", "test"):
-        for one in getattr(examples, name):
+        for one in getattr(documents, name):
             for label in one.labels:
                 if label not in known:
                     raise ValueError(

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.progress import track
 from torch import Tensor
 
+from longspan.data.examples import unwatched
 from longspan.tasks.embed import Span, cut, owned
 from longspan.train.finetuning import Finetuning, TooLong
 
@@ -103,7 +105,9 @@ def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def _encode(tokenizer: Any, texts: Sequence[str], *, offsets: bool) -> Iterator[Any]:
-    for first in range(0, len(texts), _AT_ONCE):
+    rounds = range(0, len(texts), _AT_ONCE)
+    quiet = len(rounds) <= 16 or unwatched()
+    for first in track(rounds, "tokenising", transient=True, disable=quiet):
         yield tokenizer(
             list(texts[first : first + _AT_ONCE]),
             add_special_tokens=False,

@@ -115,8 +115,9 @@ class MaskedLM(Filler, ExampleTask):
         self.goal = Goal(recipe.measure, recipe.measure.replace("_", " "), lower_is_better=True)
         self.skips = Skips()
         if documents is None:
-            texts = read_examples(recipe.data, self._understand, self.skips)
-            documents = Splits(*(self._encode(own) for own in texts))
+            documents = read_examples(
+                recipe.data, self._understand, self.skips, encode=self._encode
+            )
         self.documents = documents
         self._settle(recipe)
 
@@ -127,14 +128,12 @@ class MaskedLM(Filler, ExampleTask):
         else:
             self.skips.add("the text is empty", row.where)
 
-    def _encode(self, texts: list[str]) -> list[Document]:
-        found = []
+    def _encode(self, texts: list[str]) -> Iterator[Document]:
         for text, ids in zip(texts, token_ids(self.tokenizer, texts), strict=True):
             if len(ids):
-                found.append(Document(ids, len(text)))
+                yield Document(ids, len(text))
             else:
                 self.skips.add("the text has no tokens", repr(text[:20]))
-        return found
 
     def _settle(self, recipe: Finetuning) -> None:
         Filler.__init__(self, recipe, self.tokenizer)
