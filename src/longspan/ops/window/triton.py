@@ -80,7 +80,7 @@ def forward(
         left, right, step = _reach(pattern, step, n)
         bulk = heavy and _bulk(step, key, value)
         tile = _tile("forward", query, bulk)
-        if bulk and _on_hopper(query, pattern):
+        if bulk and _on_hopper(step, query, pattern):
             tensors = (query, key, value, out)
             _hopper().forward[(_blocks(n, step, tile.own) * batch * (head1 - head0),)](
                 *(_hopper().tiles(t, *_block(t, tile.own, step)) for t in tensors),
@@ -306,14 +306,14 @@ def _hopper() -> ModuleType | None:
     return hopper
 
 
-def _on_hopper(query: Tensor, pattern: Pattern) -> bool:
+def _on_hopper(step: int, query: Tensor, pattern: Pattern) -> bool:
     """Whether `hopper.forward` can compute this call (whose keys and values come in bulk)."""
     return (
         pattern.dropout_p == 0.0
         and query.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and _bulk_layout(query)
+        and _bulk(step, query)
         and _hopper() is not None
     )
 
