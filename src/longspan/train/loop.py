@@ -205,7 +205,7 @@ def _train(
                 pace.hold()
             if evaluates:
                 limit = recipe.evaluation.limit
-                with accelerator.autocast(), _as_written():
+                with bar.saying("evaluating"), accelerator.autocast(), _as_written():
                     found = task.evaluate(plain, "valid", limit)
                 model.train()
                 value = found[goal.name]
@@ -216,7 +216,7 @@ def _train(
                     metrics.add({"split": "valid", **counts, **found})
                 bar.say(f"step {done}: valid {value:.4f} {goal.in_words}")
             if samples:
-                with accelerator.autocast(), _as_written():
+                with bar.saying("sampling"), accelerator.autocast(), _as_written():
                     text = task.sample(plain)  # by every process: sharded weights need them all
                 model.train()
                 if metrics is not None:

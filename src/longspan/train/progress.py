@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ class Bar:
     def __init__(
         self, console: Console, recipe: Plan, begin: float, shown: bool, bits: bool = True
     ) -> None:
-        self._phases, self._bits = len(recipe.phases), bits
+        self._name, self._phases, self._bits = recipe.name, len(recipe.phases), bits
         self._console, self._shown = console, shown
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -96,6 +98,13 @@ class Bar:
             if self._shown and not self._console.is_terminal:
                 self._console.print(f"step {done}  {numbers}", highlight=False)
         self._progress.update(self._task, completed=place, **fields)
+
+    @contextmanager
+    def saying(self, doing: str) -> Iterator[None]:
+        """Say what holds the steps up: a validation file may take minutes."""
+        self._progress.update(self._task, description=f"{self._name}, {doing}", refresh=True)
+        yield
+        self._progress.update(self._task, description=self._name)
 
     def say(self, text: str) -> None:
         if self._shown:
