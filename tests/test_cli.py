@@ -1,6 +1,7 @@
 """The command line: doctor, and a benchmark that resumes."""
 
 import csv
+import io
 import json
 import re
 import subprocess
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import longspan
+from longspan import cli_tasks
 from longspan.bench import attention, led, models
 from longspan.bench import run as bench_run
 from longspan.bench.benchmark import Case, Contender, Pass, Point
@@ -36,6 +39,18 @@ def test_python_runs_the_package() -> None:
         [sys.executable, "-m", "longspan", "--version"], capture_output=True, text=True, check=True
     )
     assert told.stdout == f"longspan {longspan.__version__}\n"
+
+
+def test_a_log_is_told_how_many_rows_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no terminal, a line every half minute."""
+    now = [0.0]
+    monkeypatch.setattr(cli_tasks, "monotonic", lambda: now[0])
+    written = io.StringIO()
+    tell = cli_tasks.count_rows(Console(file=written), None)
+    for done in (1000, 2000, 3000, 4000):
+        now[0] += 20.0
+        tell(done)
+    assert written.getvalue() == "2,000 rows\n4,000 rows\n"
 
 
 def commands() -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The commands of tasks on examples: what `train` finetunes, predict, embed and compare."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
 
 import typer
@@ -94,11 +96,36 @@ def finetune(
         asked[f"data.columns.{own}"] = column
     chosen = {key: value for key, value in asked.items() if value is not None}
     recipe = change(recipe, chosen | settings)
+    folders = [run]
+    if seeds > 1:
+        folders = [run / f"seed-{seed}" for seed in range(recipe.seed, recipe.seed + seeds)]
+    for folder in folders:
+        if not resume and (folder / "recipe.json").exists():  # else said once all is read
+            raise ValueError(
+                f"{folder} holds a run already: --resume goes on with it, --output names another"
+            )
     if seeds > 1:
         found = finetune_seeds(make_task(recipe), run, seeds, resume=resume, console=console)
         _show_spread(found, console)
     else:
         _show(carry_out(make_task(recipe), run, resume=resume, console=console), console)
+
+
+def count_rows(console: Console, status: Any) -> Callable[[int], None]:
+    """Shows how many rows are done: in a terminal's status line, if there is one, or as a line of
+    its own every half minute where nobody looks on."""
+    told = monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if console.is_terminal:
+            if status is not None:
+                status.update(f"{done:,} rows")
+        elif monotonic() - told >= 30:
+            told = monotonic()
+            console.print(f"{done:,} rows", highlight=False)
+
+    return tell
 
 
 def _show(results: dict[str, Any], console: Console) -> None:
@@ -191,13 +218,14 @@ def predict(
         check_file(rename(recipe, named), file, named)
         use = Pipeline(run, which=checkpoint, too_long=policy, columns=named)
         with nullcontext() if stream else console.status("predicting ...") as status:
+            tell = count_rows(console, status)
             count = predict_file(
                 use,
                 file,
                 target,
                 resume=resume,
                 batch=1 if stream else batch,
-                progress=lambda done: status and status.update(f"{done:,} rows"),
+                progress=tell,
                 say=(lambda text: typer.echo(text, nl=False)) if stream else None,
             )
         if conll is not None:
@@ -256,6 +284,7 @@ def embed(
     try:
         use = Embedder(model, length=length, text=text, spans=spans)
         with console.status("embedding ...") as status:
+            tell = count_rows(console, status)
             count = write_lines(
                 file,
                 target,
@@ -263,7 +292,7 @@ def embed(
                 id_column=id,
                 resume=resume,
                 batch=1,
-                progress=lambda done: status.update(f"{done:,} rows"),
+                progress=tell,
             )
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None

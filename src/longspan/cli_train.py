@@ -175,7 +175,10 @@ def train(
     except (ValueError, OSError, FloatingPointError) as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:
-        console.print(f"stopped; with --resume the same command goes on from what {run} has saved")
+        saved = f"goes on from what {run} has saved"
+        if not any(run.rglob("model.safetensors")):
+            saved = "begins again: nothing was saved yet"
+        console.print(f"stopped; with --resume the same command {saved}", soft_wrap=True)
         raise typer.Exit(130) from None
     console.print(f"wrote {run}; next: longspan eval {run}, longspan generate {run}")
 

@@ -28,6 +28,10 @@ def test_it_learns_and_predicts(tmp_path):
     assert found["label"] == "cat"
     assert sum(found["scores"].values()) == pytest.approx(1.0)
     assert use("a dog is the river")["label"] == "dog"
+    several = use.rows([{"body": "a cat"}, {"body": ""}, {"body": "the river was a cat"}])
+    assert [one.get("label") for one in several] == ["cat", None, "cat"]
+    with pytest.raises(ValueError, match="row 1: there is no column 'body'; there are 'text'"):
+        use.rows([{"body": "a cat"}, {"text": "a dog"}])
     assert use(" ") == {"skipped": "the text is empty"}
     with pytest.raises(ValueError, match=r'the input: .* reads 22; .*too_long="split"'):
         use("dog " * 40)
@@ -267,6 +271,7 @@ def test_a_label_that_is_rare_or_none(tmp_path):
     assert gap == f"skipped 1, there is no label: {path}, line 101"
     assert unknown.startswith(f"skipped {lost}, no training example has the label: 'rare")
     assert sum(len(split) for split in task.documents) == 100 - lost
+    assert any(one.startswith("labels that a single training example") for one in task.notes())
 
 
 def test_a_longspan_checkpoint_is_a_start_too(tmp_path):

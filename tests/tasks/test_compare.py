@@ -152,3 +152,7 @@ def test_advice(gain, advice):
     assert "50% of the test documents have more than 512 tokens" in said
     if "no difference" in said:
         assert "'chunk and pool' is the cheapest" in said
+        # Also where its own interval ends below the best score: the difference decides.
+        low = replace(short, score=Interval(0.7, 0.6, 0.75))
+        said = advise([found[0], low, long], low, long, gain, 0.5, 512)
+        assert "'chunk and pool' is the cheapest" in said

@@ -5,6 +5,7 @@ are the mean of theirs, in training as in prediction.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -127,6 +128,10 @@ class Classify(Classifier, ExampleTask):
         """What a user should know before training begins."""
         sizes = ", ".join(f"{len(own):,} {name}" for name, own in self.documents._asdict().items())
         found = [f"{sizes} examples; labels: {_listed(self.labels)}", *self.skips.lines()]
+        counts = Counter(label for one in self.documents.train for label in one.labels)
+        rare = sorted(label for label, count in counts.items() if count == 1)
+        if rare:
+            found.append(f"labels that a single training example has: {_listed(rare)}")
         return [*found, *([self.reach.share(self.recipe.too_long)] if self.reach.too_long else [])]
 
     def lengths(self, split: str) -> np.ndarray:

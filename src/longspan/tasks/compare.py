@@ -184,7 +184,8 @@ def advise(
     if gain.high < 0:
         return f"Long context hurts: take '{short.name}'; '{long.name}' is {shown}. {beyond}"
     best = max(one.score.value for one in found)
-    cheap = min((one for one in found if one.score.high >= best), key=lambda one: one.train_seconds)
+    may_be = [one for one in found if one.score.high >= best or one in (short, long)]
+    cheap = min(may_be, key=lambda one: one.train_seconds)
     return (
         f"These examples show no difference: '{long.name}' is {shown} against '{short.name}'. "
         f"'{cheap.name}' is the cheapest that may be as good as any; more test examples or seeds "

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -78,14 +78,19 @@ class Pipeline:
         return self.rows([Row("the input", values)], say)[0]
 
     def rows(
-        self, rows: list[Row], say: Callable[[str], object] | None = None
+        self, rows: Iterable[Row | Mapping[str, Any]], say: Callable[[str], object] | None = None
     ) -> list[dict[str, Any]]:
-        """What is predicted of each row; texts are given to `say` while they are written."""
+        """What is predicted of each row, a dict of its columns or one that was read, all of them
+        at once; texts are given to `say` while they are written."""
         if say is not None and self.recipe.task != "summarize":
             raise ValueError(f"{self.recipe.task} writes no texts that could be followed")
         told = {} if say is None else {"say": say}
+        given = [
+            row if isinstance(row, Row) else Row(f"row {number}", row)
+            for number, row in enumerate(rows)
+        ]
         with half(self.recipe, self.model):
-            return self.task.predict(self.model, rows, **told)
+            return self.task.predict(self.model, given, **told)
 
 
 def pipeline(
