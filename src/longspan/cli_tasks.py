@@ -80,6 +80,7 @@ def finetune(
     from longspan.recipes.shrink import shrink_finetuning
     from longspan.tasks.finetune import finetune as carry_out
     from longspan.tasks.finetune import finetune_seeds, make_task
+    from longspan.train import checkpoint
     from longspan.train.recipe import change
 
     asked = {
@@ -100,10 +101,8 @@ def finetune(
     if seeds > 1:
         folders = [run / f"seed-{seed}" for seed in range(recipe.seed, recipe.seed + seeds)]
     for folder in folders:
-        if not resume and (folder / "recipe.json").exists():  # else said once all is read
-            raise ValueError(
-                f"{folder} holds a run already: --resume goes on with it, --output names another"
-            )
+        if not resume:
+            checkpoint.refuse_run(folder)  # `train` would say so once all is read
     if seeds > 1:
         found = finetune_seeds(make_task(recipe), run, seeds, resume=resume, console=console)
         _show_spread(found, console)

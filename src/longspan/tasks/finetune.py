@@ -63,10 +63,8 @@ def finetune(
     first = task.before()
     if first is not None:
         stage = run / FIRST_STAGE
-        if not resume and (run / "recipe.json").exists():  # `train` would say so after this stage
-            raise ValueError(
-                f"{run} holds a run already: --resume goes on with it, --output names another"
-            )
+        if not resume:
+            checkpoint.refuse_run(run)  # `train` would say so after this stage
         if not resume or done_before(first.recipe, stage) is None:
             console.print(f"the first stage, into {stage}", highlight=False, soft_wrap=True)
             finetune(first, stage, resume=resume, console=console)

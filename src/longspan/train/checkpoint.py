@@ -100,6 +100,14 @@ def clear(run: Path) -> None:
         shutil.rmtree(torn)
 
 
+def refuse_run(run: Path) -> None:
+    """Raise if a folder has a run in it: a new one would mix with it."""
+    if (run / "recipe.json").exists():
+        raise ValueError(
+            f"{run} holds a run already: --resume goes on with it, --output names another"
+        )
+
+
 def find(run: Path, which: str = "last") -> Path | None:
     """The "last" checkpoint of a run or its "best" one; None if there is none yet."""
     folders = sorted((run / "checkpoints").glob("step-????????"))

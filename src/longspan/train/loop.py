@@ -329,11 +329,9 @@ def _seed(*numbers: int) -> int:
 def _prepare_folder(recipe: Plan, run: Path, resume: bool) -> None:
     """Write the recipe down; a folder with another run in it is refused."""
     path = run / "recipe.json"
+    if not resume:
+        checkpoint.refuse_run(run)
     if path.exists():
-        if not resume:
-            raise ValueError(
-                f"{run} holds a run already: --resume goes on with it, --output names another"
-            )
         differing = recipe.differing(checkpoint.read_json(path))
         if differing:
             raise ValueError(
