@@ -12,6 +12,7 @@ which takes no training, and that of all that is right and stands in the paragra
 
 import argparse
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,11 @@ def main(source: str, path: str, target: Path, keep: int = 5) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModel.from_pretrained(source, dtype=torch.float32).eval().to(device)
     questions = embed(model, tokenizer, [row["question"] for row in rows])
-    texts = [f"{title} {''.join(said)}" for row in rows for title, said in row["context"]]
-    paragraphs = embed(model, tokenizer, texts).split([len(row["context"]) for row in rows])
+    texts = [[f"{title} {''.join(said)}" for title, said in row["context"]] for row in rows]
+    # Made questions share their paragraphs: each is read once.
+    places = {text: place for place, text in enumerate(dict.fromkeys(chain(*texts)))}
+    embedded = embed(model, tokenizer, list(places))
+    paragraphs = [embedded[[places[text] for text in own]] for own in texts]
     kept, relevant = 0, 0
     found: list[tuple[float, float]] = []
     for row, question, own in zip(rows, questions, paragraphs, strict=True):
