@@ -150,6 +150,13 @@ def test_it_is_no_less_precise(case, head_dim, dtype, device, monkeypatch):
         assert off <= 2 * allowed + 4 * torch.finfo(torch.float32).eps * wanted.norm()
 
 
+@pytest.mark.parametrize("shape", [(1,), (4, 3, 2, 50, 2, 7), (2, 3, 1, 1000)])
+def test_parts_are_added_up(shape, device):
+    """Whole numbers, so that no order of adding matters."""
+    parts = torch.randint(-99, 100, (4, *shape), device=device).to(torch.float16)
+    assert torch.equal(fused._added(parts), parts.sum(0))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_dropout(case):
     """Weights are dropped or made larger, as many as was asked for, backward the same ones."""

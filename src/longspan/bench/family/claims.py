@@ -1,5 +1,5 @@
-"""The targets of the family, judged from a results file alone: none of it is quadratic, and none
-much slower than the best public implementation."""
+"""The targets of the family, judged from a results file alone: none of it is quadratic, in time or
+in memory, and none much slower than the best public implementation."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,8 @@ from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.family.rivals import RIVALS
 from longspan.bench.store import Results
 
-# How much longer a step may take when a document gets four times as long: linear is 4, n * sqrt(n)
-# 8, quadratic 16.
+# How many times as long a step may take, and as much memory, when a document gets four times as
+# long: linear is 4, n * sqrt(n) 8, quadratic 16.
 _LINEAR, _ROOT = 5.0, 10.0
 _RIVAL = 1.2  # of a rival's time
 
@@ -64,14 +64,17 @@ def _growth(results: Results) -> list[Claim]:
                 continue
             short, long = pairs[-1]
             kind = "forward+backward"
-            measured = ratio(results.value(long, name, kind), results.value(short, name, kind))
-            made.append(
-                Claim(
-                    f"{CONTENDERS[name].label}{', causal' if causal else ''}: time at "
-                    f"{long.tokens:,} over that at {short.tokens:,}, {kind}",
-                    _ROOT if name in ROOT else _LINEAR,
-                    measured,
-                    at_least=False,
+            for what, unit in (("time", "ms"), ("memory", "mib")):
+                measured = ratio(
+                    results.value(long, name, kind, unit), results.value(short, name, kind, unit)
                 )
-            )
+                made.append(
+                    Claim(
+                        f"{CONTENDERS[name].label}{', causal' if causal else ''}: {what} at "
+                        f"{long.tokens:,} over that at {short.tokens:,}, {kind}",
+                        _ROOT if name in ROOT else _LINEAR,
+                        measured,
+                        at_least=False,
+                    )
+                )
     return made

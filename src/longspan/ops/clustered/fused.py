@@ -18,6 +18,7 @@ LOG2E = math.log2(math.e)
 _ROUNDS = 16  # at the most; programs grow with them
 _LARGEST = 128  # tile
 _SETTLED = 1024  # tokens that one program puts in their places
+_SUMMED = 1024  # numbers that one program adds up over rounds
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, rounds: int = 1) -> bool:
@@ -236,13 +237,25 @@ def _backward(
         *numbers, **options, **tile, **launch,
     )  # fmt: skip
     if slots is None:
-        return grads.sum(0) if rounds > 1 else grads[0]
+        return _added(grads) if rounds > 1 else grads[0]
     whole, rows = _grad_shapes(grad, query), _rows_at_a_time(options["D"])
     kernels.gather[(-(-tokens // rows) * 3 * batch * heads,)](
         grads, slots, start, whole, tokens, count, heads,
         MEAN=False, BM=rows, HEAD_DIM=head_dim, D=options["D"],
     )  # fmt: skip
     return whole
+
+
+def _added(parts: Tensor) -> Tensor:
+    """The sum over the first dimension. Of more than 2^31 bytes in half precision torch makes it in
+    float32, which takes twice the memory."""
+    from longspan.ops.clustered import kernels
+
+    total = torch.empty_like(parts[0])
+    kernels.add_up[(-(-total.numel() // _SUMMED),)](
+        parts, total, total.numel(), ROUNDS=parts.shape[0], BLOCK=_SUMMED
+    )
+    return total
 
 
 def _save(ctx, inputs, output):

@@ -264,6 +264,19 @@ def gather(
 
 
 @remembered
+@triton.jit(do_not_specialize=["count"])
+def add_up(PARTS, OUT, count, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of [ROUNDS, count] over rounds."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = place < count
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for _ in tl.static_range(ROUNDS):
+        acc += tl.load(PARTS + place, mask=here, other=0.0).to(tl.float32)
+        PARTS += count
+    tl.store(OUT + place, acc.to(OUT.dtype.element_ty), mask=here)
+
+
+@remembered
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_query(
     Q, K, V, OUT, GRAD, LSE, SUMS, GRADS, PLACES, MARKS, SEED,
