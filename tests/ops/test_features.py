@@ -81,7 +81,8 @@ def test_it_is_the_same(tokens, head_dim, features, size, eps, padded):
 def test_in_the_tiles_of_every_day(head_dim, features):
     tensors = problem(150, head_dim, features, torch.float32, batch=1)
     for one, other in zip(results(tensors), results(widened(tensors)), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=2e-5)
+        scale = max(1.0, float(other.detach().abs().max()))
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=2e-5 * scale)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.ops.features import feature_attention, serves
+from longspan.ops.features import causal_feature_attention, feature_attention, serves
 from longspan.ops.linear_sums import causal_op, linear_op
 from longspan.ops.operator import refuse_forward_mode
 
@@ -87,15 +87,11 @@ def linear_attention(
         eps: added to each softmax feature, relative to the largest; keeps sums off zero. Gradients
             know nothing of what sets the largest, as usual: they are off by the order of eps.
     """
-    if (
-        kernel == "softmax"
-        and projection is not None
-        and not projection.requires_grad  # a gradient that it would not be given there
-        and serves(query, key, value)
-    ):
+    refuse_forward_mode("linear attention", query, key, value)
+    projection = _needed(projection, kernel)
+    if projection is not None and _fused(query, key, value, projection, kernel):
         return feature_attention(query, key, value, projection, valid, eps)
     eps = eps if kernel == "softmax" else 0.0
-    projection = _needed(projection, kernel)
     out = linear_op(*_alike(query, key, value), projection, valid, kernel, eps)[0]
     return out.to(query.dtype)
 
@@ -118,10 +114,14 @@ def causal_linear_attention(
     if key.shape != query.shape or value.shape[:3] != query.shape[:3]:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(f"query, key and value must be of the same tokens, got {shapes}")
+    refuse_forward_mode("linear attention", query, key, value)
     projection = _needed(projection, kernel)
+    sums, reference = (None, None) if before is None else before
+    if projection is not None and _fused(query, key, value, projection, kernel):
+        out, *after = causal_feature_attention(query, key, value, projection, sums, reference)
+        return out, Sums(*after)
     tensors = [t for t in (query, key, value, projection) if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    sums, reference = (None, None) if before is None else before
     given = *_alike(query, key, value), projection, sums, reference
     out, sums, reference, *_ = causal_op(*given, kernel, keep)
     pairs = query.shape[0], query.shape[2]
@@ -129,9 +129,13 @@ def causal_linear_attention(
     return out.to(query.dtype), after
 
 
+def _fused(query: Tensor, key: Tensor, value: Tensor, projection: Tensor, kernel: str) -> bool:
+    """Whether the kernels serve. They have no gradient for a projection that learns."""
+    return kernel == "softmax" and not projection.requires_grad and serves(query, key, value)
+
+
 def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values as the operators take them: of one precision, that of queries."""
-    refuse_forward_mode("linear attention", *tensors)
     if len({t.dtype for t in tensors}) == 1:
         return tensors
     wide = torch.promote_types(tensors[0].dtype, torch.float32)

@@ -7,5 +7,6 @@ leaves them random vectors.
 """
 
 from longspan.ops.features.autograd import feature_attention, serves
+from longspan.ops.features.causal import causal_feature_attention
 
-__all__ = ["feature_attention", "serves"]
+__all__ = ["causal_feature_attention", "feature_attention", "serves"]
