@@ -10,6 +10,8 @@ from ops.cases import FEATURES, Case, assert_within_budget, cases, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from longspan.ops.window import api, autograd
+
 ON_GPU = torch.cuda.is_available()
 # The interpreter's bfloat16 products are wrong, and it needs seconds for a GPU's microseconds.
 DTYPES = (
@@ -43,6 +45,21 @@ def test_chosen_cases(case, dtype, device):
 def test_within_the_error_budget(feature, dtype, device, data):
     case = data.draw(cases(feature, *((300, 4) if ON_GPU else (60, 2))))
     assert_within_budget(case, "triton", dtype, device)
+
+
+@pytest.mark.parametrize("case", [PLAIN.with_(batch=5, global_share=0.1, padding="right"), PLAIN])
+def test_large_batches_are_cut(case, device, monkeypatch):
+    """Into as many rows as a GPU's grid has room for."""
+    whole = run(case, "triton", torch.float32, device)
+    monkeypatch.setattr(api, "_STREAMS", 2 * case.heads)
+    calls = []
+    attend = autograd.attend
+    monkeypatch.setattr(autograd, "attend", lambda *a: calls.append(a[0].shape[0]) or attend(*a))
+    cut = run(case, "triton", torch.float32, device)
+    assert sum(calls) == case.batch
+    assert max(calls) == 2
+    for one, other in zip(cut, whole, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
