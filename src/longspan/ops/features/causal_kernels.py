@@ -38,6 +38,18 @@ def load_numbers(base, first, count, BLOCK: tl.constexpr, beyond):
 
 
 @triton.jit
+def load_tops(TOPS, pair, pairs, row, start, n, CHUNK: tl.constexpr):
+    """Of a chunk's queries and of its keys the largest exponents, and what is taken off the keys'
+    so that these are UP: inf beyond the text, where there is no key."""
+    every = tl.cast(pairs, tl.int64) * row
+    TOPS += pair * row
+    of_query = load_numbers(TOPS, start, n, CHUNK, 0.0)
+    of_key = load_numbers(TOPS + every, start, n, CHUNK, -float("inf"))
+    shift = load_numbers(TOPS + 2 * every, start, n, CHUNK, float("inf"))
+    return of_query, of_key, tl.where(of_key > FLOOR, shift + of_key - UP, float("inf"))
+
+
+@triton.jit
 def load_mean(base, HEAD_DIM: tl.constexpr, D: tl.constexpr):
     column = tl.arange(0, D)
     return tl.load(base + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
@@ -314,15 +326,9 @@ def read(
     VALUE += batch * v_batch + head * v_head
     HELD += (own * chunks + chunk) * (features + 1) * HEAD_DIM
     LOGS += (own * chunks + chunk) * places
-    TOPS += pair * row
-    every = tl.cast(pairs, tl.int64) * row
-    of_query = load_numbers(TOPS, start, n, CHUNK, 0.0)
-    of_key = load_numbers(TOPS + every, start, n, CHUNK, -float("inf"))
-    shift = load_numbers(TOPS + 2 * every, start, n, CHUNK, float("inf"))
+    of_query, of_key, lower = load_tops(TOPS, pair, pairs, row, start, n, CHUNK)
     q = load_rows(QUERY, start, n, q_token, HEAD_DIM, D, CHUNK)
     k = load_rows(KEY, start, n, k_token, HEAD_DIM, D, CHUNK)
-    # Beyond the text there is no key, and no exponent to be relative to.
-    lower = tl.where(of_key > FLOOR, shift + of_key - UP, float("inf"))
     reference = tl.full((CHUNK,), FLOOR, tl.float32)
     total = tl.zeros((CHUNK,), tl.float32)
     acc = tl.zeros((CHUNK, D), tl.float32)
@@ -392,13 +398,8 @@ def backward_query(
     GRAD += batch * g_batch + head * g_head
     HELD += (own * chunks + chunk) * (features + 1) * HEAD_DIM
     LOGS += (own * chunks + chunk) * places
-    TOPS += pair * row
-    every = tl.cast(pairs, tl.int64) * row
-    of_query = load_numbers(TOPS, start, n, CHUNK, 0.0)
-    of_key = load_numbers(TOPS + every, start, n, CHUNK, -float("inf"))
-    shift = load_numbers(TOPS + 2 * every, start, n, CHUNK, float("inf"))
+    of_query, of_key, lower = load_tops(TOPS, pair, pairs, row, start, n, CHUNK)
     lse = load_numbers(LSE + pair * row, start, n, CHUNK, float("inf"))
-    lower = tl.where(of_key > FLOOR, shift + of_key - UP, float("inf"))
     q = load_rows(QUERY, start, n, q_token, HEAD_DIM, D, CHUNK)
     k = load_rows(KEY, start, n, k_token, HEAD_DIM, D, CHUNK)
     grad = load_rows(GRAD, start, n, g_token, HEAD_DIM, D, CHUNK)
@@ -489,14 +490,9 @@ def backward_key(
     HELD += (own * chunks + chunk) * 2 * features * HEAD_DIM
     LOGS += (own * chunks + chunk) * places
     EXTRAS += (own * chunks + chunk) * places
-    TOPS += pair * row
-    every = tl.cast(pairs, tl.int64) * row
-    of_query = load_numbers(TOPS, start, n, CHUNK, 0.0)
-    of_key = load_numbers(TOPS + every, start, n, CHUNK, -float("inf"))
-    shift = load_numbers(TOPS + 2 * every, start, n, CHUNK, float("inf"))
+    of_query, of_key, lower = load_tops(TOPS, pair, pairs, row, start, n, CHUNK)
     lse = load_numbers(LSE + pair * row, start, n, CHUNK, float("inf"))
     delta = load_numbers(DELTA + pair * row, start, n, CHUNK, 0.0)
-    lower = tl.where(of_key > FLOOR, shift + of_key - UP, float("inf"))
     q = load_rows(QUERY, start, n, q_token, HEAD_DIM, D, CHUNK)
     k = load_rows(KEY, start, n, k_token, HEAD_DIM, D, CHUNK)
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)  # queries x keys
