@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers.family import compiles_anywhere
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -222,6 +223,27 @@ def test_no_tokens():
     assert out.shape == (2, 0, 2, 16)
     for one, other in zip(after, before, strict=True):
         torch.testing.assert_close(one, other)
+    _, nothing = causal_linear_attention(*none, projection=projection)
+    again, _ = causal_linear_attention(query, key, value, projection, before=nothing)
+    torch.testing.assert_close(again, causal_linear_attention(query, key, value, projection)[0])
+
+
+@compiles_anywhere
+@pytest.mark.usefixtures("small")
+def test_one_graph_serves_all_lengths():
+    def loss(query, key, value, projection):
+        out, after = causal_linear_attention(query, key, value, projection)
+        return out.sum() + after.sums.sum()
+
+    graph = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (33, 70):
+        *tensors, projection, _ = problem(tokens, 16, 20, torch.float32)
+        found, wanted = (own(*tensors, projection) for own in (graph, loss))
+        torch.testing.assert_close(found, wanted)
+        for one, other in zip(
+            torch.autograd.grad(found, tensors), torch.autograd.grad(wanted, tensors), strict=True
+        ):
+            assert torch.equal(one, other)
 
 
 def test_a_projection_that_learns_is_served_elsewhere():

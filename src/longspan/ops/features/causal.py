@@ -47,7 +47,8 @@ def causal_feature_attention(
         log = below[..., 0].log2() + LOG2E * reference[..., None]
     out, _, start, started = _forward(query, key, value, projection.to(query.dtype), mean, log)
     log = started[:, -1, : projection.shape[0]].detach()
-    top = log.amax(-1, keepdim=True)
+    # Finite, also where nothing has been read yet.
+    top = log.amax(-1, keepdim=True).clamp_min(torch.finfo(log.dtype).min)
     below = (log - top).exp2()[..., None]
     after = torch.cat((start[:, -1, :-1].detach() * below, below), -1)
     pairs = query.shape[0], query.shape[2]
