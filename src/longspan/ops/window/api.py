@@ -18,9 +18,6 @@ from longspan.ops.window.pattern import (
 from longspan.ops.window.pattern import visibility as describe
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Batch rows times heads in one launch: a GPU's grids end there. More are cut into parts, in each of
-# which dropout drops the same weights.
-_STREAMS = 65_535
 
 
 def refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -171,20 +168,7 @@ def window_attention(
         out = chunks.attend(query, key, value, visibility, pattern, seed, slots)
         return out if rows is None or at is None else reference.put_rows(out, rows, at)
     tensors = (query, key, value) if stacked is None else (stacked, None, None)
-    most = max(1, _STREAMS // query.shape[2])
-    if chosen != "triton" or query.shape[0] <= most:
-        return autograd.attend(*tensors, visibility, pattern, seed, rows, at, chosen)
-    outs = []
-    for first in range(0, query.shape[0], most):
-        own = slice(first, first + most)
-        one, two, three, part, places = _cut((*tensors, rows, at), own)
-        seen = Visibility(*_cut(visibility, own))
-        outs.append(autograd.attend(one, two, three, seen, pattern, seed, part, places, chosen))
-    return torch.cat(outs)
-
-
-def _cut(tensors: Sequence[Tensor | None], own: slice) -> list[Any]:
-    return [None if tensor is None else tensor[own] for tensor in tensors]
+    return autograd.attend(*tensors, visibility, pattern, seed, rows, at, chosen)
 
 
 def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
