@@ -1,6 +1,7 @@
 """`window_attention`: check what was given, choose a backend, call it."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def window_attention(
         *check_window(window),
         dilation=check_dilation(dilation, query.shape[2]),
         scale=check_scale(scale, query.shape[3]),
-        dropout_p=_check_dropout(dropout_p),
+        dropout_p=check_dropout(dropout_p),
         global_rows=global_rows is True,
     )
     rows, at = _check_rows(query, global_rows)
@@ -246,8 +247,17 @@ def _check_rows(
     """The rows of global tokens and their positions, if they were given."""
     if isinstance(given, bool):
         return None, None
+    if not isinstance(given, tuple) or [isinstance(t, Tensor) for t in given] != [True, True]:
+        raise TypeError(
+            f"global_rows must be True, False or two tensors (rows, positions), got {given!r}"
+        )
     rows, at = given
-    batch, _, heads, head_dim = query.shape
+    batch, tokens, heads, head_dim = query.shape
+    if not query.device == rows.device == at.device:
+        raise ValueError(
+            f"global rows and their positions are on {rows.device} and {at.device}, the tensors "
+            f"are on {query.device}"
+        )
     if at.dim() != 2 or at.shape[0] != batch or at.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"positions of global rows must be integers [batch = {batch}, g], got {at.dtype} "
@@ -256,12 +266,16 @@ def _check_rows(
     wanted = (batch, at.shape[1], heads, head_dim)
     if tuple(rows.shape) != wanted:
         raise ValueError(f"global rows must be {wanted}, got {tuple(rows.shape)}")
+    if at.is_cpu and at.numel() and not torch.compiler.is_compiling() and at.max() >= tokens:
+        raise ValueError(
+            f"positions of global rows must be below tokens = {tokens}, got {int(at.max())}"
+        )
     return rows.to(query.dtype), at
 
 
-def _check_dropout(dropout_p: float) -> float:
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+def check_dropout(dropout_p: float) -> float:
+    if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
     return float(dropout_p)
 
 

@@ -10,10 +10,14 @@ Two small values travel from the public function to every backend:
 import math
 import operator
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# No row is longer: windows and dilations beyond it mean the same, and products of two stay exact.
+_FARTHEST = 2**31 - 1
 
 
 class Pattern(NamedTuple):
@@ -45,7 +49,12 @@ def _as_int(value: Any) -> Any:
     """A plain int where the value is a whole number of any kind (numpy's, say), else itself."""
     if isinstance(value, bool):
         return repr(value)  # True is an int to Python, and a mistake here
-    return operator.index(value) if hasattr(value, "__index__") else value
+    if not hasattr(value, "__index__") or getattr(value, "ndim", 0):
+        return value  # arrays and tensors have an index only if they hold a single number
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def check_window(window: int | Sequence[int]) -> tuple[int, int]:
@@ -59,20 +68,21 @@ def check_window(window: int | Sequence[int]) -> tuple[int, int]:
                 f"window={window} must be even and not negative (half on each side); "
                 "use (left, right) for an uneven one"
             )
-        return window // 2, window // 2
+        side = min(window // 2, _FARTHEST)
+        return side, side
     sides = [_as_int(side) for side in window]
     if len(sides) != 2 or not all(type(side) is int for side in sides):
         raise TypeError(f"window must be two ints (left, right), got {window!r}")
     left, right = sides
     if left < 0 or right < 0:
         raise ValueError(f"window={window!r} must not be negative on either side")
-    return left, right
+    return min(left, _FARTHEST), min(right, _FARTHEST)
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(max(head_dim, 1))
-    if not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
+    if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
     return float(scale)
 
@@ -88,7 +98,7 @@ def check_dilation(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]
         raise ValueError(f"dilation has {len(steps)} entries for {heads} heads: {steps}")
     if min(steps) < 1:
         raise ValueError(f"dilation must be at least 1 (1 = none), got {dilation!r}")
-    return steps
+    return tuple(min(step, _FARTHEST) for step in steps)
 
 
 class Visibility(NamedTuple):
