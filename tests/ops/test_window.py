@@ -236,7 +236,7 @@ def test_no_tokens_and_no_examples(backend, device):
 
 
 GOOD = {"window": 4}
-ROW, AT = torch.randn(1, 1, 2, 16), torch.tensor([[0]])
+ROW, AT = torch.zeros(1, 1, 2, 16), torch.tensor([[0]])
 WRONG = [
     ({"window": 3}, ValueError, "even"),
     ({"window": -2}, ValueError, "even and not negative"),
@@ -287,6 +287,18 @@ def test_wrong_options_are_named(options, kind, message):
     q = torch.randn(1, 10, 2, 16)
     with pytest.raises(kind, match=message):
         window_attention(q, q, q, **(GOOD | options))
+
+
+def test_a_description_of_wrong_masks_is_refused():
+    """Whoever gives it in their place would not hear of it later."""
+    q = torch.randn(1, 10, 2, 16)
+    for masks, kind, message in [
+        ({"attention_mask": torch.ones(1, 9).long()}, ValueError, r"\(1, 10\), got \(1, 9\)"),
+        ({"global_mask": torch.zeros(1, 10)}, TypeError, "bool or integer"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "rise from 0 to tokens = 10"),
+    ]:
+        with pytest.raises(kind, match=message):
+            visibility(q, **masks)
 
 
 def test_wrong_tensors_are_named():

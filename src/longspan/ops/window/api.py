@@ -13,10 +13,11 @@ from longspan.ops.window.pattern import (
     Pattern,
     Visibility,
     check_dilation,
+    check_masks,
     check_scale,
     check_window,
+    describe,
 )
-from longspan.ops.window.pattern import visibility as describe
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -296,58 +297,3 @@ def check_visibility(like: Tensor, seen: Visibility) -> None:
             raise ValueError(
                 f"visibility.{name} is on {tensor.device}, the tensors are on {like.device}"
             )
-
-
-def check_masks(
-    like: Tensor,
-    *,
-    attention_mask: Tensor | None,
-    global_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Raise unless the masks fit a batch shaped [batch, tokens, ...] like `like`."""
-    batch, tokens = like.shape[:2]
-    for name, mask in (("attention_mask", attention_mask), ("global_mask", global_mask)):
-        if mask is None:
-            continue
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(mask).__name__}")
-        if mask.shape != (batch, tokens):
-            raise ValueError(
-                f"{name} must be [batch, tokens] = {(batch, tokens)}, got {tuple(mask.shape)}"
-            )
-        if mask.device != like.device:
-            raise ValueError(f"{name} is on {mask.device}, the tensors are on {like.device}")
-        if mask.is_floating_point() or mask.is_complex():
-            raise TypeError(
-                f"{name} must be bool or integer with 1 = yes and 0 = no, got {mask.dtype} "
-                "(an additive mask of 0 and -inf is something else)"
-            )
-    if cu_seqlens is None:
-        return
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"cu_seqlens must be [documents + 1] boundaries, got shape {tuple(cu_seqlens.shape)}"
-        )
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.device.type not in ("cpu", like.device.type):
-        raise ValueError(
-            f"cu_seqlens is on {cu_seqlens.device}, the tensors are on {like.device}; "
-            "it may be there or on the cpu"
-        )
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens describes documents packed into one row, but batch is {batch}"
-        )
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # reading the values would stall the device, or break the graph
-    values = cu_seqlens.tolist()
-    if values[0] != 0 or values[-1] != tokens or values != sorted(values):
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values[:4]}...{values[-2:]}"
-            if len(values) > 6
-            else f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values}"
-        )
