@@ -52,6 +52,22 @@ def test_compiles_without_a_graph_break(dynamic, backend, device):
             torch.testing.assert_close(eager, fast)
 
 
+def test_numbers_that_change_compile_without_a_graph_break(device):
+    """From the second value on they are symbols, which not all of Python's functions take."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(q, scale, dropout_p):
+        return window_attention(q, q, q, window=8, scale=scale, dropout_p=dropout_p)
+
+    q = torch.randn(2, 24, 2, 16, device=device)
+    for scale, dropout_p in ((0.2, 0.1), (0.3, 0.2), (0.4, 0.3)):
+        torch.manual_seed(0)
+        compiled = call(q, scale, dropout_p)
+        torch.manual_seed(0)
+        eager = window_attention(q, q, q, window=8, scale=scale, dropout_p=dropout_p)
+        torch.testing.assert_close(compiled, eager)
+
+
 @pytest.mark.skipif(
     not ON_GPU and shutil.which("g++") is None, reason="for a CPU, inductor writes C++; no g++ here"
 )

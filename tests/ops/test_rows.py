@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import window_attention
-from longspan.ops import global_attention, global_positions, visibility
+from longspan.ops import global_attention, global_positions, global_rows, visibility
 
 # Which projection goes first, and who computes.
 ORDERS = [
@@ -205,3 +205,34 @@ def test_wrong_shapes_are_named():
             global_attention(*args, positions=given_["positions"])
     with pytest.raises(ValueError, match="positions must be integers"):
         global_attention(*good, positions=given_["positions"][:, :1].double())
+    bias = torch.zeros(3, dtype=torch.float64)
+    for options, kind, message in [
+        ({"value_bias": bias}, ValueError, r"value_bias must be .* \(8,\), got \(3,\)"),
+        ({"key_bias": bias}, ValueError, "key_bias must be"),
+        ({"key_bias": [1.0]}, TypeError, "key_bias must be a torch.Tensor, got list"),
+        ({"positions": [[0]]}, TypeError, "positions must be a torch.Tensor, got list"),
+        ({"seen": 3}, TypeError, "visibility must come from"),
+        ({"dropout_p": 1.5}, ValueError, r"in \[0, 1\), got 1.5"),
+        ({"scale": -1.0}, ValueError, "positive number, got -1.0"),
+        ({"query": query.float()}, TypeError, "share a dtype, got torch.float32 and torch.float64"),
+        ({"hidden": given_["hidden"].to("meta")}, ValueError, "query is on cpu, hidden on meta"),
+    ]:
+        names = ("query", "hidden", "key_weight", "value_weight")
+        all_ = {**dict(zip(names, good, strict=True)), "positions": given_["positions"], **options}
+        with pytest.raises(kind, match=message):
+            global_attention(**all_)
+
+
+def test_wrong_shapes_of_stacked_projections_are_named():
+    given_ = build(1, 10, 2, 4, 12, 0.5, 0)
+    weight = torch.randn(24, 12, dtype=torch.float64)
+    good = {"hidden": given_["hidden"], "weight": weight, "heads": 2}
+    for options, message in [
+        ({"heads": 0}, "at least 1 head, got heads=0"),
+        ({"heads": 5}, "3 \\* 5 heads"),
+        ({"weight": weight[:, :5]}, r"dim = 12\], got \(24, 5\)"),
+        ({"bias": weight[0]}, r"bias must be \(24,\), got \(12,\)"),
+        ({"dropout_p": 1.0}, "dropout_p"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            global_rows(**(good | options), positions=given_["positions"])

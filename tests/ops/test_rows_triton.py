@@ -351,7 +351,8 @@ def test_backends_by_name(device):
     wide = torch.randn(1, 2, 4096, device=device)
     with pytest.raises(ValueError, match=r"4096 numbers in torch\.float32 is above"):
         global_rows(wide, torch.randn(48, 4096, device=device), backend="triton", **about)
-    seen = visibility(hidden.expand(2, -1, -1), cu_seqlens=torch.tensor([0, 9]))
+    everyone = torch.ones(2, 9, dtype=torch.int64, device=device)
+    seen = visibility(hidden.expand(2, -1, -1), attention_mask=everyone)
     with pytest.raises(ValueError, match="visibility describes a batch of 2 x 9 tokens"):
         global_rows(hidden, weight, seen=seen, **about)
 

@@ -10,7 +10,11 @@ from ops.cases import FEATURES, Case, assert_within_budget, cases, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from longspan.ops.window import api, autograd
+from torch._dynamo.testing import CompileCounter
+
+from longspan import visibility, window_attention
+from longspan.ops.rows import global_positions
+from longspan.ops.window import triton
 
 ON_GPU = torch.cuda.is_available()
 # The interpreter's bfloat16 products are wrong, and it needs seconds for a GPU's microseconds.
@@ -47,19 +51,66 @@ def test_within_the_error_budget(feature, dtype, device, data):
     assert_within_budget(case, "triton", dtype, device)
 
 
-@pytest.mark.parametrize("case", [PLAIN.with_(batch=5, global_share=0.1, padding="right"), PLAIN])
+LARGE = PLAIN.with_(batch=5, tokens=40, global_share=0.1, padding="right", dropout_p=0.3)
+
+
+@pytest.mark.parametrize("case", [LARGE, LARGE.with_(key_heads=1, dilation=(1, 2)), PLAIN])
 def test_large_batches_are_cut(case, device, monkeypatch):
-    """Into as many rows as a GPU's grid has room for."""
+    """Into as many rows as a GPU's grid has room for; dropout drops what it drops uncut."""
     whole = run(case, "triton", torch.float32, device)
-    monkeypatch.setattr(api, "_STREAMS", 2 * case.heads)
-    calls = []
-    attend = autograd.attend
-    monkeypatch.setattr(autograd, "attend", lambda *a: calls.append(a[0].shape[0]) or attend(*a))
+    calls = _launches(monkeypatch, 2 * case.heads)
     cut = run(case, "triton", torch.float32, device)
-    assert sum(calls) == case.batch
-    assert max(calls) == 2
+    assert calls == [2, 2, 1] * 2 if case.batch == 5 else [2] * 2  # forward, backward
     for one, other in zip(cut, whole, strict=True):
         assert torch.equal(one, other)
+
+
+def test_large_batches_are_cut_with_rows_from_elsewhere(device, monkeypatch):
+    """And with queries, keys and values in one tensor."""
+    given = LARGE.inputs(torch.float32, device)
+    at = global_positions(given["masks"]["global_mask"] * given["masks"]["attention_mask"])
+    rows = torch.randn(5, at.shape[1], 2, 16, device=device)
+    leaves = [torch.stack(given["tensors"], dim=2).requires_grad_(), rows.requires_grad_()]
+    seen = visibility(leaves[0], **given["masks"])
+    options = {"window": (9, 4), "visibility": seen, "global_rows": (rows, at), "dropout_p": 0.3}
+
+    def call():
+        torch.manual_seed(0)
+        out = window_attention(leaves[0], **options, backend="triton")
+        return [out, *torch.autograd.grad(out, leaves, given["grad"])]
+
+    whole = call()
+    _launches(monkeypatch, 4)
+    for one, other in zip(call(), whole, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_large_batches_are_no_graphs_of_their_own(device, monkeypatch):
+    calls = _launches(monkeypatch, 4)
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def call(query):
+        return window_attention(query, query, query, window=8, backend="triton")
+
+    for batch in (5, 6, 7, 8):
+        query = torch.randn(batch, 20, 2, 16, device=device)
+        calls.clear()
+        out = call(query)
+        assert sum(calls) == batch
+        assert max(calls) == 2
+        reference = window_attention(query, query, query, window=8, backend="reference")
+        torch.testing.assert_close(out, reference)
+    assert counter.frame_count == 1
+
+
+def _launches(monkeypatch, most: int) -> list[int]:
+    """The batch rows of each launch from here on, with so much room in the grid."""
+    calls = []
+    heavy = triton._heavy  # asked once in each launch, forward and backward
+    monkeypatch.setattr(triton, "MOST_STREAMS", most)
+    monkeypatch.setattr(triton, "_heavy", lambda q, *a: calls.append(q.shape[0]) or heavy(q, *a))
+    return calls
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])

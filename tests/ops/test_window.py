@@ -236,6 +236,7 @@ def test_no_tokens_and_no_examples(backend, device):
 
 
 GOOD = {"window": 4}
+ROW, AT = torch.zeros(1, 1, 2, 16), torch.tensor([[0]])
 WRONG = [
     ({"window": 3}, ValueError, "even"),
     ({"window": -2}, ValueError, "even and not negative"),
@@ -247,7 +248,17 @@ WRONG = [
     ({"dilation": (1, 2, 3)}, ValueError, "3 entries for 2 heads"),
     ({"dilation": (1, 1.5)}, TypeError, "int"),
     ({"dilation": 1.5}, TypeError, "one int per head"),
+    ({"window": torch.tensor([2, 2])}, TypeError, r"even int or .* got tensor\(\[2, 2\]\)"),
+    ({"window": torch.tensor(4.0)}, TypeError, r"got tensor\(4.\)"),
+    ({"dilation": torch.tensor([1, 2])}, TypeError, "one int per head, got tensor"),
     ({"scale": "x"}, ValueError, "positive"),
+    ({"dropout_p": "x"}, ValueError, "number in .* got 'x'"),
+    ({"dropout_p": None}, ValueError, "got None"),
+    ({"global_rows": None}, TypeError, "True, False or two tensors .* got None"),
+    ({"global_rows": ("a", "b")}, TypeError, "two tensors"),
+    ({"global_rows": (ROW, AT, AT)}, TypeError, "two tensors"),
+    ({"global_rows": (ROW.to("meta"), AT)}, ValueError, "are on meta and cpu, the tensors .* cpu"),
+    ({"global_rows": (ROW, AT + 10)}, ValueError, "below tokens = 10, got 10"),
     ({"visibility": "x"}, TypeError, "visibility must come from"),
     ({"cu_seqlens": torch.tensor([])}, ValueError, "boundaries"),
     ({"cu_seqlens": torch.tensor([0, 10], device="meta")}, ValueError, "cu_seqlens is on meta"),
@@ -276,6 +287,18 @@ def test_wrong_options_are_named(options, kind, message):
     q = torch.randn(1, 10, 2, 16)
     with pytest.raises(kind, match=message):
         window_attention(q, q, q, **(GOOD | options))
+
+
+def test_a_description_of_wrong_masks_is_refused():
+    """Whoever gives it in their place would not hear of it later."""
+    q = torch.randn(1, 10, 2, 16)
+    for masks, kind, message in [
+        ({"attention_mask": torch.ones(1, 9).long()}, ValueError, r"\(1, 10\), got \(1, 9\)"),
+        ({"global_mask": torch.zeros(1, 10)}, TypeError, "bool or integer"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "rise from 0 to tokens = 10"),
+    ]:
+        with pytest.raises(kind, match=message):
+            visibility(q, **masks)
 
 
 def test_wrong_tensors_are_named():
@@ -315,6 +338,17 @@ def test_whole_numbers_of_any_kind_are_taken():
     for window in (np.int64(4), (np.int32(2), np.int64(2)), [2, 2], torch.tensor(4)):
         out = window_attention(q, q, q, window=window, dilation=dilation)
         assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_numbers_beyond_any_row(backend, device):
+    """Their products must not wrap around."""
+    q = torch.randn(1, 10, 2, 16, device=device)
+    for far in (2**31, 2**40, 2**70):
+        everything = call(backend, (q, q, q), window=(far, far))
+        torch.testing.assert_close(everything, call("reference", (q, q, q), window=20))
+        alone = call(backend, (q, q, q), window=(far, 3), dilation=far)
+        torch.testing.assert_close(alone, q)
 
 
 def test_shapes_alone_on_the_meta_device():

@@ -6,6 +6,7 @@ resident set during the pass, less what was resident just before it.
 
 import importlib.util
 import multiprocessing
+import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
@@ -28,7 +29,9 @@ def peak_growth(build: Build, case: Case, kind: Pass, threads: int) -> float:
             # Ours first: what registers them would meet transformers half imported.
             preload += ["longspan.models", "transformers.models.longformer.modeling_longformer"]
         context.set_forkserver_preload(preload)
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+    # Ctrl-C reaches the child, too: it ends there without a word, and is reported here.
+    quiet = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, **quiet) as pool:
         return pool.submit(_measure, build, case, kind, threads).result()
 
 

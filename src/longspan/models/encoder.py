@@ -41,7 +41,8 @@ from longspan.models.outputs import LongspanOutput
 from longspan.ops import global_positions
 from longspan.ops.shorten import Pools, shorten
 from longspan.ops.window import Visibility, visibility
-from longspan.ops.window.api import BACKENDS, check_masks
+from longspan.ops.window.api import BACKENDS
+from longspan.ops.window.pattern import check_masks
 
 
 class Embeddings(nn.Module):

@@ -24,7 +24,7 @@ from longspan.models.outputs import (
     LongspanTokenClassifierOutput,
 )
 from longspan.models.presets import choose_global, warn_if_none
-from longspan.ops.window.api import check_masks
+from longspan.ops.window.pattern import check_masks
 
 
 class Transform(nn.Module):

@@ -13,7 +13,7 @@ from longspan.ops.rows.call import Call
 from longspan.ops.rows.positions import take_rows
 from longspan.ops.window import api as window
 from longspan.ops.window import chunks, dropout
-from longspan.ops.window.pattern import Visibility
+from longspan.ops.window.pattern import Visibility, check_scale
 
 # The widest hidden states of which the fused kernels can hold enough on chip: in general, and
 # where float32 products must be exact, which takes three of them.
@@ -104,11 +104,12 @@ def global_attention(
 
     Gradients can be taken once; `backend="plain"` allows higher derivatives.
     """
-    _check(query, hidden, key_weight, value_weight, positions)
+    biases = {"value_bias": value_bias, "key_bias": key_bias}
+    _check(query, hidden, key_weight, value_weight, biases, positions)
     _, rows, heads, head_dim = query.shape
-    chosen, late = _choose(backend, late, hidden, positions, seen, rows * heads, head_dim)
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scale, dropout_p = check_scale(scale, head_dim), window.check_dropout(dropout_p)
     seen = _described(hidden, seen)
+    chosen, late = _choose(backend, late, hidden, positions, seen, rows * heads, head_dim)
     if chosen == "early":
         return early.attend(
             query, hidden, key_weight, value_weight, value_bias, positions=positions, seen=seen,
@@ -127,10 +128,6 @@ def global_attention(
             query, hidden, key_weight, value_weight, value_bias, positions=positions, seen=seen,
             causal=causal, dropout_p=dropout_p, seed=seed, scale=scale, late=late,
         )  # fmt: skip
-    if query.dtype != hidden.dtype and not _autocast(hidden):
-        raise TypeError(
-            f"query and hidden must share a dtype, got {query.dtype} and {hidden.dtype}"
-        )
     tensors = (query, hidden, torch.cat((key_weight, value_weight)), value_bias)
     return _fused(tensors, positions, seen, seed, heads, causal, scale, dropout_p)
 
@@ -158,12 +155,20 @@ def global_rows(
         positions: [batch, g] of the global tokens, each at most once, -1 = none.
         seen, causal, dropout_p, backend: as in `global_attention`.
     """
-    if weight.dim() != 2 or weight.shape[0] % (3 * heads):
-        raise ValueError(
-            f"weight must be [3 * {heads} heads * head_dim, dim], got {tuple(weight.shape)}"
-        )
-    inner = weight.shape[0] // 3
     _check_positions(positions, hidden)
+    _check_places(hidden, weight=weight, bias=bias)
+    dim = hidden.shape[2]
+    if heads < 1:
+        raise ValueError(f"there must be at least 1 head, got heads={heads}")
+    if weight.dim() != 2 or weight.shape[0] % (3 * heads) or weight.shape[1] != dim:
+        raise ValueError(
+            f"weight must be [3 * {heads} heads * head_dim, dim = {dim}], got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
+    inner = weight.shape[0] // 3
+    dropout_p = window.check_dropout(dropout_p)
+    seen = _described(hidden, seen)
     rows, head_dim = positions.shape[1] * heads, inner // heads
     chosen, late = _choose(backend, None, hidden, positions, seen, rows, head_dim)
     if chosen != "triton":
@@ -176,7 +181,6 @@ def global_rows(
             positions=positions, seen=seen, causal=causal, dropout_p=dropout_p, late=late,
             backend=chosen, key_bias=key_bias,
         )  # fmt: skip
-    seen = _described(hidden, seen)
     seed = dropout.new_seed(hidden.device) if dropout_p > 0 else None
     scale = 1.0 / math.sqrt(head_dim)
     tensors = (None, hidden, weight, bias)
@@ -188,7 +192,7 @@ def _choose(
     late: bool | None,
     hidden: Tensor,
     positions: Tensor,
-    seen: Visibility | None,
+    seen: Visibility,
     rows: int,
     head_dim: int,
 ) -> tuple[str, bool]:
@@ -197,7 +201,7 @@ def _choose(
     if late is None:
         late = backend == "triton" or (backend not in ("early", "chunks") and rows < dim)
     dtype = _autocast(hidden) or hidden.dtype
-    bounded = seen is not None and seen.start is not None
+    bounded = seen.start is not None
     training = hidden.requires_grad and torch.is_grad_enabled()
     if backend == "auto" and rows > MANY_ROWS and not bounded and not training:
         backend = "plain"
@@ -236,23 +240,51 @@ def _fused(tensors: tuple[Tensor | None, Tensor, Tensor, Tensor | None], *rest: 
 
 
 def _check(
-    query: Tensor, hidden: Tensor, key_weight: Tensor, value_weight: Tensor, positions: Tensor
+    query: Tensor,
+    hidden: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    biases: dict[str, Tensor | None],
+    positions: Tensor,
 ) -> None:
+    weights = {"key_weight": key_weight, "value_weight": value_weight}
+    _check_places(hidden, query=query, **weights, **biases)
     if query.dim() != 4 or hidden.dim() != 3 or query.shape[0] != hidden.shape[0]:
         raise ValueError(
             "query must be [batch, g, heads, head_dim] and hidden [batch, tokens, dim], got "
             f"{tuple(query.shape)} and {tuple(hidden.shape)}"
         )
+    if query.dtype != hidden.dtype and not _autocast(hidden):
+        raise TypeError(
+            f"query and hidden must share a dtype, got {query.dtype} and {hidden.dtype}"
+        )
     wanted = (query.shape[2] * query.shape[3], hidden.shape[2])
-    for name, weight in (("key_weight", key_weight), ("value_weight", value_weight)):
+    for name, weight in weights.items():
         if tuple(weight.shape) != wanted:
             raise ValueError(
                 f"{name} must be [heads * head_dim, dim] = {wanted}, got {tuple(weight.shape)}"
             )
+    for name, bias in biases.items():
+        if bias is not None and tuple(bias.shape) != wanted[:1]:
+            raise ValueError(
+                f"{name} must be [heads * head_dim] = {wanted[:1]}, got {tuple(bias.shape)}"
+            )
     _check_positions(positions, hidden, query.shape[1])
 
 
+def _check_places(hidden: Tensor, **others: Tensor | None) -> None:
+    """Raise unless all are tensors on one device."""
+    for name, tensor in {"hidden": hidden, **others}.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}")
+
+
 def _check_positions(positions: Tensor, hidden: Tensor, slots: int | None = None) -> None:
+    _check_places(hidden, positions=positions)
     if hidden.dim() != 3:
         raise ValueError(f"hidden must be [batch, tokens, dim], got {tuple(hidden.shape)}")
     fits = positions.dim() == 2 and positions.shape[0] == hidden.shape[0]

@@ -1,6 +1,7 @@
 """`window_attention`: check what was given, choose a backend, call it."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,15 +13,13 @@ from longspan.ops.window.pattern import (
     Pattern,
     Visibility,
     check_dilation,
+    check_masks,
     check_scale,
     check_window,
+    describe,
 )
-from longspan.ops.window.pattern import visibility as describe
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Batch rows times heads in one launch: a GPU's grids end there. More are cut into parts, in each of
-# which dropout drops the same weights.
-_STREAMS = 65_535
 
 
 def refuse_dtype(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -133,7 +132,7 @@ def window_attention(
         *check_window(window),
         dilation=check_dilation(dilation, query.shape[2]),
         scale=check_scale(scale, query.shape[3]),
-        dropout_p=_check_dropout(dropout_p),
+        dropout_p=check_dropout(dropout_p),
         global_rows=global_rows is True,
     )
     rows, at = _check_rows(query, global_rows)
@@ -171,20 +170,7 @@ def window_attention(
         out = chunks.attend(query, key, value, visibility, pattern, seed, slots)
         return out if rows is None or at is None else reference.put_rows(out, rows, at)
     tensors = (query, key, value) if stacked is None else (stacked, None, None)
-    most = max(1, _STREAMS // query.shape[2])
-    if chosen != "triton" or query.shape[0] <= most:
-        return autograd.attend(*tensors, visibility, pattern, seed, rows, at, chosen)
-    outs = []
-    for first in range(0, query.shape[0], most):
-        own = slice(first, first + most)
-        one, two, three, part, places = _cut((*tensors, rows, at), own)
-        seen = Visibility(*_cut(visibility, own))
-        outs.append(autograd.attend(one, two, three, seen, pattern, seed, part, places, chosen))
-    return torch.cat(outs)
-
-
-def _cut(tensors: Sequence[Tensor | None], own: slice) -> list[Any]:
-    return [None if tensor is None else tensor[own] for tensor in tensors]
+    return autograd.attend(*tensors, visibility, pattern, seed, rows, at, chosen)
 
 
 def _reference(query, key, value, pattern, seed, seen, masks) -> Tensor:
@@ -262,8 +248,17 @@ def _check_rows(
     """The rows of global tokens and their positions, if they were given."""
     if isinstance(given, bool):
         return None, None
+    if not isinstance(given, tuple) or [isinstance(t, Tensor) for t in given] != [True, True]:
+        raise TypeError(
+            f"global_rows must be True, False or two tensors (rows, positions), got {given!r}"
+        )
     rows, at = given
-    batch, _, heads, head_dim = query.shape
+    batch, tokens, heads, head_dim = query.shape
+    if not query.device == rows.device == at.device:
+        raise ValueError(
+            f"global rows and their positions are on {rows.device} and {at.device}, the tensors "
+            f"are on {query.device}"
+        )
     if at.dim() != 2 or at.shape[0] != batch or at.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"positions of global rows must be integers [batch = {batch}, g], got {at.dtype} "
@@ -272,12 +267,16 @@ def _check_rows(
     wanted = (batch, at.shape[1], heads, head_dim)
     if tuple(rows.shape) != wanted:
         raise ValueError(f"global rows must be {wanted}, got {tuple(rows.shape)}")
+    if at.is_cpu and at.numel() and not torch.compiler.is_compiling() and at.max() >= tokens:
+        raise ValueError(
+            f"positions of global rows must be below tokens = {tokens}, got {int(at.max())}"
+        )
     return rows.to(query.dtype), at
 
 
-def _check_dropout(dropout_p: float) -> float:
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+def check_dropout(dropout_p: float) -> float:
+    if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
     return float(dropout_p)
 
 
@@ -298,58 +297,3 @@ def check_visibility(like: Tensor, seen: Visibility) -> None:
             raise ValueError(
                 f"visibility.{name} is on {tensor.device}, the tensors are on {like.device}"
             )
-
-
-def check_masks(
-    like: Tensor,
-    *,
-    attention_mask: Tensor | None,
-    global_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Raise unless the masks fit a batch shaped [batch, tokens, ...] like `like`."""
-    batch, tokens = like.shape[:2]
-    for name, mask in (("attention_mask", attention_mask), ("global_mask", global_mask)):
-        if mask is None:
-            continue
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(mask).__name__}")
-        if mask.shape != (batch, tokens):
-            raise ValueError(
-                f"{name} must be [batch, tokens] = {(batch, tokens)}, got {tuple(mask.shape)}"
-            )
-        if mask.device != like.device:
-            raise ValueError(f"{name} is on {mask.device}, the tensors are on {like.device}")
-        if mask.is_floating_point() or mask.is_complex():
-            raise TypeError(
-                f"{name} must be bool or integer with 1 = yes and 0 = no, got {mask.dtype} "
-                "(an additive mask of 0 and -inf is something else)"
-            )
-    if cu_seqlens is None:
-        return
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"cu_seqlens must be [documents + 1] boundaries, got shape {tuple(cu_seqlens.shape)}"
-        )
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.device.type not in ("cpu", like.device.type):
-        raise ValueError(
-            f"cu_seqlens is on {cu_seqlens.device}, the tensors are on {like.device}; "
-            "it may be there or on the cpu"
-        )
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens describes documents packed into one row, but batch is {batch}"
-        )
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # reading the values would stall the device, or break the graph
-    values = cu_seqlens.tolist()
-    if values[0] != 0 or values[-1] != tokens or values != sorted(values):
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values[:4]}...{values[-2:]}"
-            if len(values) > 6
-            else f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values}"
-        )

@@ -10,10 +10,14 @@ Two small values travel from the public function to every backend:
 import math
 import operator
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# No row is longer: windows and dilations beyond it mean the same, and products of two stay exact.
+_FARTHEST = 2**31 - 1
 
 
 class Pattern(NamedTuple):
@@ -45,7 +49,12 @@ def _as_int(value: Any) -> Any:
     """A plain int where the value is a whole number of any kind (numpy's, say), else itself."""
     if isinstance(value, bool):
         return repr(value)  # True is an int to Python, and a mistake here
-    return operator.index(value) if hasattr(value, "__index__") else value
+    if not hasattr(value, "__index__") or getattr(value, "ndim", 0):
+        return value  # arrays and tensors have an index only if they hold a single number
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def check_window(window: int | Sequence[int]) -> tuple[int, int]:
@@ -59,20 +68,21 @@ def check_window(window: int | Sequence[int]) -> tuple[int, int]:
                 f"window={window} must be even and not negative (half on each side); "
                 "use (left, right) for an uneven one"
             )
-        return window // 2, window // 2
+        side = min(window // 2, _FARTHEST)
+        return side, side
     sides = [_as_int(side) for side in window]
     if len(sides) != 2 or not all(type(side) is int for side in sides):
         raise TypeError(f"window must be two ints (left, right), got {window!r}")
     left, right = sides
     if left < 0 or right < 0:
         raise ValueError(f"window={window!r} must not be negative on either side")
-    return left, right
+    return min(left, _FARTHEST), min(right, _FARTHEST)
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(max(head_dim, 1))
-    if not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
+    if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
     return float(scale)
 
@@ -88,7 +98,7 @@ def check_dilation(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]
         raise ValueError(f"dilation has {len(steps)} entries for {heads} heads: {steps}")
     if min(steps) < 1:
         raise ValueError(f"dilation must be at least 1 (1 = none), got {dilation!r}")
-    return steps
+    return tuple(min(step, _FARTHEST) for step in steps)
 
 
 class Visibility(NamedTuple):
@@ -120,7 +130,24 @@ def visibility(
     global_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Visibility:
-    """Describe a batch shaped [batch, tokens, ...] like `like`, without reading anything back."""
+    """Describe a batch shaped [batch, tokens, ...] like `like`, without waiting for a GPU."""
+    masks = {
+        "attention_mask": attention_mask,
+        "global_mask": global_mask,
+        "cu_seqlens": cu_seqlens,
+    }
+    check_masks(like, **masks)
+    return describe(like, **masks)
+
+
+def describe(
+    like: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    global_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Visibility:
+    """`visibility` of masks that have been checked."""
     if attention_mask is None and global_mask is None and cu_seqlens is None:
         return Visibility()
     batch, tokens = like.shape[:2]
@@ -159,3 +186,58 @@ def visibility(
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(torch.int32).contiguous()
+
+
+def check_masks(
+    like: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    global_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise unless the masks fit a batch shaped [batch, tokens, ...] like `like`."""
+    batch, tokens = like.shape[:2]
+    for name, mask in (("attention_mask", attention_mask), ("global_mask", global_mask)):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(mask).__name__}")
+        if mask.shape != (batch, tokens):
+            raise ValueError(
+                f"{name} must be [batch, tokens] = {(batch, tokens)}, got {tuple(mask.shape)}"
+            )
+        if mask.device != like.device:
+            raise ValueError(f"{name} is on {mask.device}, the tensors are on {like.device}")
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(
+                f"{name} must be bool or integer with 1 = yes and 0 = no, got {mask.dtype} "
+                "(an additive mask of 0 and -inf is something else)"
+            )
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens must be [documents + 1] boundaries, got shape {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.device.type not in ("cpu", like.device.type):
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device}, the tensors are on {like.device}; "
+            "it may be there or on the cpu"
+        )
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens describes documents packed into one row, but batch is {batch}"
+        )
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # reading the values would stall the device, or break the graph
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values[-1] != tokens or values != sorted(values):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values[:4]}...{values[-2:]}"
+            if len(values) > 6
+            else f"cu_seqlens must rise from 0 to tokens = {tokens}, got {values}"
+        )

@@ -4,6 +4,7 @@ Nothing here reads device memory back, so calls can be captured in a CUDA graph.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from longspan.ops.window.pattern import Pattern, Visibility
 LOG2E = math.log2(math.e)
 GATHERED = 16  # global tokens gathered into one tile of the window kernels
 MOST_SPLITS = 64  # pieces a sequence is cut into for its global rows, at the most
+MOST_STREAMS = 65_535  # batch rows times heads in one launch: a GPU's grids end there
 
 
 class Tile(NamedTuple):
@@ -64,6 +66,15 @@ def forward(
     pattern: Pattern,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    turns = _turns(query)
+    if len(turns) > 1:
+        # Here, where no graph sees it: traced, each number of rows would be a graph of its own.
+        parts = [
+            forward(*_cut((query, key, value), turn), *_about(query, seen, pattern, seed, turn))
+            for turn in turns
+        ]
+        out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        return out, lse
     query, key, value = _rows_dense(query), _rows_dense(key), _rows_dense(value)
     batch, n, heads, head_dim = query.shape
     out = query.new_empty(query.shape)
@@ -138,6 +149,14 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value, or of the one tensor [batch, tokens, 3, heads, head_dim]
     that they are taken from."""
+    turns = _turns(query)
+    if len(turns) > 1:
+        tensors = (grad, query, key, value, out, lse)
+        parts = [
+            backward(*_cut(tensors, turn), *_about(query, seen, pattern, seed, turn), stacked)
+            for turn in turns
+        ]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
     grad, query, key, value = (_rows_dense(t) for t in (grad, query, key, value))
     batch, n, heads, head_dim = query.shape
     group = heads // key.shape[2]
@@ -214,6 +233,11 @@ def backward(
 
 def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> None:
     """Write rows [batch, g, heads, dim] into `out` at tokens [batch, g], none where it is < 0."""
+    turns = _turns(out)
+    if len(turns) > 1:
+        for turn in turns:
+            put_rows(*_cut((out, rows, at), turn))
+        return
     batch, slots = at.shape
     heads, head_dim = out.shape[2:]
     rows = _rows_dense(rows)
@@ -221,6 +245,25 @@ def put_rows(out: Tensor, rows: Tensor, at: Tensor) -> None:
         out, rows, at, *_strides(rows), at.stride(0), at.stride(1), out.shape[1], heads,
         HEADS=triton.next_power_of_2(heads), HEAD_DIM=head_dim, D=_padded_dim(head_dim),
     )  # fmt: skip
+
+
+def _turns(query: Tensor) -> list[slice]:
+    """The batch rows of each launch: as many as the grid has room for."""
+    batch, _, heads, _ = query.shape
+    most = max(1, MOST_STREAMS // heads)
+    return [slice(first, first + most) for first in range(0, batch, most)]
+
+
+def _cut(tensors: Sequence[Tensor | None], turn: slice) -> list:
+    return [None if tensor is None else tensor[turn] for tensor in tensors]
+
+
+def _about(
+    query: Tensor, seen: Visibility, pattern: Pattern, seed: Tensor | None, turn: slice
+) -> tuple[Visibility, Pattern, Tensor | None]:
+    """The same for the rows of one turn. Dropout counts heads of all rows from the seed on."""
+    seed = None if seed is None else seed + turn.start * query.shape[2]
+    return Visibility(*_cut(seen, turn)), pattern, seed
 
 
 def _rows_dense(tensor: Tensor) -> Tensor:
