@@ -228,6 +228,12 @@ def test_the_forms_of_answers():
     assert named[0].spans == both
 
 
+def test_an_answer_that_is_longer_in_small_letters():
+    """The dotted capital I becomes two characters, as the text has them here."""
+    (found,), _ = read({"text": "In i\u0307zmir.", "question": "where?", "answers": "\u0130zmir"})
+    assert found.spans == ((3, 9),)
+
+
 def test_answers_that_are_not_there():
     flat = {"text": "The cat.", "question": "who?"}
     found, skipped = read({**flat, "answers": [{"text": "dog", "start": 4}]})

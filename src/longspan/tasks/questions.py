@@ -140,6 +140,6 @@ def locate(text: str, wanted: str, start: int | None) -> list[Span]:
         folded, sought = text, wanted
     spans, place = [], folded.find(sought)
     while place >= 0:
-        spans.append((place, place + len(wanted)))
+        spans.append((place, place + len(sought)))  # which may be longer, as that of the dotted I
         place = folded.find(sought, place + 1)
     return spans
