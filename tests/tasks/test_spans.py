@@ -22,7 +22,7 @@ from longspan.tasks.answers import (
     read_candidates,
 )
 from longspan.tasks.finetune import finetune, make_task
-from longspan.tasks.questions import Question, read_questions
+from longspan.tasks.questions import Question, read_questions, unfold_questions
 from longspan.tasks.spans import Spans, or_loss
 from longspan.train.recipe import change
 
@@ -232,6 +232,17 @@ def test_an_answer_that_is_longer_in_small_letters():
     """The dotted capital I becomes two characters, as the text has them here."""
     (found,), _ = read({"text": "In i\u0307zmir.", "question": "where?", "answers": "\u0130zmir"})
     assert found.spans == ((3, 9),)
+
+
+def test_an_id_that_is_empty_is_none():
+    """Else all questions without one would be taken for the same by TriviaQA's measure."""
+    for empty in (None, ""):
+        flat = {"text": "The cat.", "question": "who?", "answers": "cat", "id": empty}
+        assert read(flat)[0][0].id == "here"
+        nested = {"text": "The cat.", "id": "d", "qas": [{**flat, "question": q} for q in "ab"]}
+        assert [one.id for one in read(nested)[0]] == ["d#0", "d#1"]
+        row = Row("here", nested)
+        assert [one.values["id"] for one in unfold_questions(row, {})] == ["d#0", "d#1"]
 
 
 def test_answers_that_are_not_there():
