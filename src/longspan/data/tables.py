@@ -88,6 +88,15 @@ def read_rows(source: str | Path) -> Iterator[Row]:
     yield from readers[kind]()
 
 
+def name_of(source: str | Path) -> str:
+    """What to call something made of a source: the file's name without its ending, but with what
+    else is between full stops, so that sales.2024.csv and sales.2025.csv stay apart."""
+    path = Path(source)
+    if str(source).startswith((HUB, LISTOPS)):
+        return path.name
+    return (path.with_suffix("") if path.suffix in _OPENERS else path).stem
+
+
 def _lines(path: Path) -> Iterator[str]:
     """Lines with their ends, decoded one by one so that a wrong byte has a line to its name."""
     with _OPENERS.get(path.suffix, open)(path, "rb") as file:
