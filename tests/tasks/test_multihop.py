@@ -11,12 +11,12 @@ from tasks.finetuned import QUIET, by_heart, hopping, recipe
 import longspan
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.documents import Template, pieces
-from longspan.tasks.evidence import choose_evidence
+from longspan.tasks.evidence import Found, choose_evidence, describe
 from longspan.tasks.finetune import finetune, finetune_seeds, make_task, read_metrics
 from longspan.tasks.hops import Hop, Paragraph, read_hop
 from longspan.tasks.measures import joint_scores
 from longspan.tasks.multihop import Multihop
-from longspan.tasks.paragraphs import TOKENS
+from longspan.tasks.paragraphs import TOKENS, Asked, Part
 from longspan.tasks.predict import Pipeline, predict_file
 from longspan.train.recipe import change
 
@@ -269,6 +269,24 @@ def test_offsets_with_odd_white_space(tmp_path):
     for one in found["candidates"]:
         text = "".join(context[0][1]) if one["in"] == "text" else context[0][0]
         assert text[one["start"] : one["end"]] == one["text"] == one["text"].strip() != ""
+
+
+def test_candidates_come_once_and_are_not_blank():
+    """As byte pairs have it: tokens of white space alone, and two of them for one character."""
+    own = Hop("Where?", (Paragraph("Rome", ("Is \U0001f600",)),), "", ())
+    ids, unit = np.arange(6), np.array([-1, -1, 1, 1, 1, 1])
+    offsets = np.array([(0, 0), (0, 0), (0, 2), (2, 3), (3, 4), (3, 4)])
+    empty = np.zeros((0, 2), dtype=np.int64)
+    part = Part(ids, unit, offsets, np.array([5]), empty, np.array([False]), False)
+    spans = [(0, 3, 3, 5.0), (0, 4, 5, 4.0), (0, 5, 5, 3.0), (0, 2, 3, 2.0), (0, 2, 2, 1.0)]
+    found = Found("span", spans, 6.0, [], {}, {})
+    told = describe(own, Asked(ids, [part], (0,), 0), found)
+    assert [(one["text"], one["start"], one["end"]) for one in told["candidates"]] == [
+        ("\U0001f600", 3, 4),
+        ("Is", 0, 2),
+    ]
+    assert told["answer"] == "\U0001f600"
+    assert told["candidates"][0]["probability"] == pytest.approx(np.exp(-2.0))
 
 
 def test_two_stages(tmp_path):
