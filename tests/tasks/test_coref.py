@@ -260,6 +260,7 @@ def test_speakers_and_genres_are_optional(tmp_path):
         ),
         ({"clusters": [[[2, 1]]]}, r"the mention \[2, 1\]"),
         ({"clusters": [[3]]}, "expected clusters of mentions"),
+        ({"clusters": [[[0.5, 1]]]}, "expected clusters of mentions"),
         ({"clusters": "none"}, "expected clusters of mentions"),
         ({"sentences": "the cat"}, "expected sentences, each a list of words"),
         ({"sentences": [["the", 3]]}, "expected sentences, each a list of words"),

@@ -127,7 +127,10 @@ def _clusters(row: Row, column: str, words: int, skips: Skips | None) -> Cluster
     made = []
     try:
         given = [[(int(first), int(last)) for first, last in cluster] for cluster in value]
-    except (TypeError, ValueError):
+        told = [[(float(first), float(last)) for first, last in cluster] for cluster in value]
+        if given != told:
+            raise ValueError("half a word")
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{row.where}, column {column!r}: expected clusters of mentions, each the numbers of "
             f"its first and last word, found {value!r:.60}"
