@@ -384,6 +384,13 @@ def test_missing_evidence_is_counted_and_measured(tmp_path):
     task = Multihop(toy(tmp_path, data__train=str(path)))
     assert any(note.startswith("4 of 12 questions (33.3%) lack a para") for note in task.notes())
     assert f"skipped 1, there is no paragraph with text: {path}, line 13" in task.notes()
+    first, *others = rows[6:]
+    first["evidence"] = [[title, 99] for title, _ in first["evidence"]]
+    path.write_text("\n".join(map(json.dumps, [first, *others] * 2)))
+    note = (
+        "2 of 12 questions (16.7%) have evidence in a sentence that its paragraph lacks; they count"
+    )
+    assert note in Multihop(change(task.recipe, {"data.train": str(path)})).notes()
     told = [{"text": [["garden", ["a cat ."]]], "question": "why?", "evidence": [["garden", 0]]}]
     rows = [one | {"answer": answer} for one in told * 4 for answer in ("cat", "yes", "dog")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
