@@ -271,6 +271,16 @@ def test_offsets_with_odd_white_space(tmp_path):
         assert text[one["start"] : one["end"]] == one["text"] == one["text"].strip() != ""
 
 
+def test_an_answer_keeps_its_last_accent():
+    """Also where that is a character of its own, of which no token knows."""
+    own = Hop("Where?", (Paragraph("T", ("cafe\u0301 .",)),), "", ())
+    empty, no = np.zeros((0, 2), dtype=np.int64), np.zeros(0, dtype=bool)
+    part = Part(np.arange(1), np.array([1]), np.array([(0, 4)]), no, empty, no, False)
+    asked = Asked(np.arange(1), [part], (0,), 0)
+    told = describe(own, asked, Found("span", [(0, 0, 0, 1.0)], 2.0, [], {}, {}))
+    assert (told["answer"], told["end"]) == ("cafe\u0301", 5)
+
+
 def test_candidates_come_once_and_are_not_blank():
     """As byte pairs have it: tokens of white space alone, and two of them for one character."""
     own = Hop("Where?", (Paragraph("Rome", ("Is \U0001f600",)),), "", ())

@@ -297,6 +297,13 @@ def test_a_document_has_room_beside_its_own_question(tmp_path):
     assert (task.reach.documents, task.reach.too_long) == (2, 0)
 
 
+def test_an_answer_keeps_its_last_accent():
+    """Also where that is a character of its own, over which BERT's tokenizers pass."""
+    text, offsets = "the cafe\u0301 .", np.array([(0, 3), (4, 8), (10, 11)])
+    (answer,) = Found([(1, 1, 9.0)], 0.0, 10.0).answers(text, offsets)
+    assert answer[:3] == ("cafe\u0301", 4, 9)
+
+
 def test_white_space_is_no_answer():
     text = "a\n\n b"
     offsets = np.array([[0, 1], [1, 3], [3, 5]])

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longspan.tasks.answers import with_marks
 from longspan.tasks.hops import KINDS, Hop
 from longspan.tasks.measures import Fact
 from longspan.tasks.paragraphs import Asked
@@ -43,7 +44,8 @@ def describe(hop: Hop, asked: Asked, found: Found) -> dict[str, Any]:
     for place, first, last, score in found.spans:
         part, paragraph = asked.parts[place], hop.paragraphs[place]
         unit = int(part.unit[first])
-        start, stop = int(part.offsets[first, 0]), int(part.offsets[last, 1])
+        start = int(part.offsets[first, 0])
+        stop = with_marks(paragraph.unit(unit), int(part.offsets[last, 1]))
         words = paragraph.unit(unit)[start:stop]
         start += (
             len(words)
