@@ -186,6 +186,7 @@ def predict(
     """
     from transformers.utils import logging
 
+    from longspan.data.tables import name_of
     from longspan.tasks.lines import remarks
     from longspan.tasks.predict import (
         Pipeline,
@@ -205,7 +206,7 @@ def predict(
         if value not in allowed:
             known = ", ".join(name for name in allowed if name)
             raise typer.BadParameter(f"{option} {value}: choose from {known}")
-    target = output or run / "predictions" / f"{Path(file).name.split('.')[0]}.jsonl"
+    target = output or run / "predictions" / f"{name_of(file)}.jsonl"
     policy: Any = too_long
     columns = {"text": text, "question": question, "choices": choices}
     columns |= {"sentences": sentences, "speakers": speakers, "id": id}
@@ -274,12 +275,13 @@ def embed(
     """
     from transformers.utils import logging
 
+    from longspan.data.tables import name_of
     from longspan.tasks.embedder import Embedder
     from longspan.tasks.lines import remarks, write_lines
 
     logging.disable_progress_bar()
     console = Console()
-    target = output or Path(f"{Path(file).name.split('.')[0]}.embeddings.jsonl")
+    target = output or Path(f"{name_of(file)}.embeddings.jsonl")
     try:
         use = Embedder(model, length=length, text=text, spans=spans)
         with console.status("embedding ...") as status:

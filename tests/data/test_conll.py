@@ -50,6 +50,14 @@ def test_columns_are_kept():
     assert strip.sub("", written) == strip.sub("", FILE)
 
 
+def test_other_white_space_is_part_of_a_word():
+    """As in 10 000 with a space that does not break, which would move all columns behind it."""
+    first = documents(FILE.replace(" Mary ", " 10\u00a0000 ").replace("Ann#1", "Ann\u3000B"))[0]
+    assert first["sentences"][0][:2] == ["10\u00a0000", "says"]
+    assert first["speakers"][0][:2] == ["Ann\u3000B"] * 2
+    assert "10\u00a0000" in "".join(write_conll(first, first["clusters"]))
+
+
 def test_what_is_not_from_a_file_has_columns_too():
     made = {"id": "a tale", "sentences": [["a", "cat"], ["it"]], "speakers": [["", ""], ["Al B"]]}
     written = "".join(write_conll(made, [[(0, 1), (2, 2)]]))

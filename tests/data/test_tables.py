@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from longspan.data import tables
-from longspan.data.tables import read_rows
+from longspan.data.tables import name_of, read_rows
 
 ROWS = [{"text": 'He said "no",\nand left.', "label": "a"}, {"text": "Zürich", "label": "b"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -126,6 +126,10 @@ def test_squad(tmp_path):
         ("a.csv", b'a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
         ("a.csv", b"a,b\n1,2\nZ\xfcrich,2\n", "line 3: not UTF-8 .byte 2 is 0xfc"),
         ("a.csv", "a,b\n1,2\n".encode("utf16"), "line 1: not UTF-8 .* iconv -f utf16 -t utf8"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "line 1: not UTF-8 but UTF-16, .*utf16le"),
+        ("a.csv", b"a,b\r1,2\r", "line 1: a carriage return by itself ends no line"),
+        ("a.jsonl", b'{"a": ' + b"[" * 10**6, "line 1: not JSON: maximum recursion depth"),
+        ("a.json", b"[{" + b'"a": {' * 10**6, "object 1: not JSON: maximum recursion depth"),
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
         ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
         ("a.jsonl.xz", lzma.compress(LINES.encode())[:-20], "damaged or cut off"),
@@ -208,3 +212,16 @@ def test_a_file_is_read_as_it_is_needed(tmp_path):
     assert [next(rows).get("a") for _ in range(10)] == [1] * 10
     with pytest.raises(ValueError, match="line 11"):
         next(rows)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("some/sales.2024.csv", "sales.2024"),
+        ("sales.2024.jsonl.xz", "sales.2024"),
+        ("a.parquet", "a"),
+        ("hub:org/v1.5-set:all#test", "v1.5-set:all#test"),
+    ],
+)
+def test_the_name_for_what_is_made_of_a_source(source, name):
+    assert name_of(source) == name

@@ -3,10 +3,11 @@
 import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from tasks.finetuned import QUIET, recipe, sentence
+from tasks.finetuned import QUIET, all_splits, recipe, sentence
 
 from longspan.analyze.comparison import draw, table
 from longspan.models import presets
@@ -23,7 +24,9 @@ from longspan.tasks.compare import (
     contenders,
     interval,
 )
+from longspan.tasks.finetune import make_task
 from longspan.tasks.predict import Pipeline
+from longspan.train.recipe import change
 
 
 def animals(path, first, last, count=120):
@@ -129,6 +132,29 @@ def test_intervals_hold_what_they_say():
     paired = interval(mean, [better], [sheet])
     assert paired.value == pytest.approx(0.05)
     assert 0 < paired.low < 0.05 < paired.high < 0.1
+
+
+def test_questions_about_one_text_are_not_as_many_texts():
+    """Ten questions with the same answer tell no more than one."""
+    sheet = (np.random.default_rng(0).random((40, 1)) < 0.8).astype(float)
+    tenfold = np.repeat(sheet, 10, axis=0)
+    once = interval(mean, [sheet])
+    assert interval(mean, [tenfold], about=np.repeat(np.arange(40), 10).tolist()) == once
+    assert interval(mean, [tenfold]).high < once.high
+    assert interval(mean, [sheet], about=["a contract"] * 40) == once  # all there is
+
+
+@pytest.mark.parametrize("task", ["spans", "choice"])
+def test_tasks_know_which_questions_share_a_text(task, tmp_path):
+    made = recipe(task, tmp_path)
+    assert made.data.train is not None
+    rows = [json.loads(line) for line in Path(made.data.train).read_text().splitlines()]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows for _ in range(2)))
+    about = make_task(
+        change(made, {key.replace("__", "."): value for key, value in all_splits(path).items()})
+    ).about("test")
+    assert (len(about), len(set(about))) == (2 * len(rows), len(rows))
 
 
 def contender(name, value, seconds):

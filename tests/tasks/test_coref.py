@@ -62,6 +62,9 @@ def test_offsets_are_characters_of_the_text(run):
 def test_files_in_and_out(run, tmp_path):
     """JSON lines are predicted, written as CoNLL, and that is predicted the same."""
     source = told(tmp_path / "in.jsonl", 3)
+    # Columns that CoNLL's files have no part in, whatever they are called.
+    lines = [json.loads(line) | {"lines": 4, "begin": 1} for line in source.open()]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = {}
     for name, path in (("a", source), ("b", tmp_path / "a.conll")):
         options = ["--output", str(tmp_path / name), "--conll", str(tmp_path / f"{name}.conll")]
@@ -257,6 +260,7 @@ def test_speakers_and_genres_are_optional(tmp_path):
         ),
         ({"clusters": [[[2, 1]]]}, r"the mention \[2, 1\]"),
         ({"clusters": [[3]]}, "expected clusters of mentions"),
+        ({"clusters": [[[0.5, 1]]]}, "expected clusters of mentions"),
         ({"clusters": "none"}, "expected clusters of mentions"),
         ({"sentences": "the cat"}, "expected sentences, each a list of words"),
         ({"sentences": [["the", 3]]}, "expected sentences, each a list of words"),
@@ -342,6 +346,18 @@ def test_text_is_cut_into_words_and_sentences():
         "A title",
         "End",
     ]
+
+
+def test_accents_and_vowel_signs_stay_in_their_word():
+    """Also where they are characters of their own."""
+    text = "E\u0301galite\u0301! \u0939\u093f\u0928\u094d\u0926\u0940 I \u2764\ufe0f a\u0308."
+    words = read_words(Row("here", {"text": text}), {})
+    assert words is not None
+    first, second = words.sentences()
+    assert first == ["E\u0301galite\u0301", "!"]
+    assert second[0] == "\u0939\u093f\u0928\u094d\u0926\u0940"
+    assert second[1] == "I"
+    assert second[-2:] == ["a\u0308", "."]
 
 
 def test_other_runs_have_no_clusters_to_write(tmp_path):

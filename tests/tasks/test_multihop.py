@@ -11,12 +11,12 @@ from tasks.finetuned import QUIET, by_heart, hopping, recipe
 import longspan
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.documents import Template, pieces
-from longspan.tasks.evidence import choose_evidence
+from longspan.tasks.evidence import Found, choose_evidence, describe
 from longspan.tasks.finetune import finetune, finetune_seeds, make_task, read_metrics
 from longspan.tasks.hops import Hop, Paragraph, read_hop
 from longspan.tasks.measures import joint_scores
 from longspan.tasks.multihop import Multihop
-from longspan.tasks.paragraphs import TOKENS
+from longspan.tasks.paragraphs import TOKENS, Asked, Part
 from longspan.tasks.predict import Pipeline, predict_file
 from longspan.train.recipe import change
 
@@ -271,6 +271,34 @@ def test_offsets_with_odd_white_space(tmp_path):
         assert text[one["start"] : one["end"]] == one["text"] == one["text"].strip() != ""
 
 
+def test_an_answer_keeps_its_last_accent():
+    """Also where that is a character of its own, of which no token knows."""
+    own = Hop("Where?", (Paragraph("T", ("cafe\u0301 .",)),), "", ())
+    empty, no = np.zeros((0, 2), dtype=np.int64), np.zeros(0, dtype=bool)
+    part = Part(np.arange(1), np.array([1]), np.array([(0, 4)]), no, empty, no, False)
+    asked = Asked(np.arange(1), [part], (0,), 0)
+    told = describe(own, asked, Found("span", [(0, 0, 0, 1.0)], 2.0, [], {}, {}))
+    assert (told["answer"], told["end"]) == ("cafe\u0301", 5)
+
+
+def test_candidates_come_once_and_are_not_blank():
+    """As byte pairs have it: tokens of white space alone, and two of them for one character."""
+    own = Hop("Where?", (Paragraph("Rome", ("Is \U0001f600",)),), "", ())
+    ids, unit = np.arange(6), np.array([-1, -1, 1, 1, 1, 1])
+    offsets = np.array([(0, 0), (0, 0), (0, 2), (2, 3), (3, 4), (3, 4)])
+    empty = np.zeros((0, 2), dtype=np.int64)
+    part = Part(ids, unit, offsets, np.array([5]), empty, np.array([False]), False)
+    spans = [(0, 3, 3, 5.0), (0, 4, 5, 4.0), (0, 5, 5, 3.0), (0, 2, 3, 2.0), (0, 2, 2, 1.0)]
+    found = Found("span", spans, 6.0, [], {}, {})
+    told = describe(own, Asked(ids, [part], (0,), 0), found)
+    assert [(one["text"], one["start"], one["end"]) for one in told["candidates"]] == [
+        ("\U0001f600", 3, 4),
+        ("Is", 0, 2),
+    ]
+    assert told["answer"] == "\U0001f600"
+    assert told["candidates"][0]["probability"] == pytest.approx(np.exp(-2.0))
+
+
 def test_two_stages(tmp_path):
     made = toy(tmp_path, hops__stages=2, hops__keep=2, epochs=1.0)
     task = make_task(made)
@@ -366,6 +394,13 @@ def test_missing_evidence_is_counted_and_measured(tmp_path):
     task = Multihop(toy(tmp_path, data__train=str(path)))
     assert any(note.startswith("4 of 12 questions (33.3%) lack a para") for note in task.notes())
     assert f"skipped 1, there is no paragraph with text: {path}, line 13" in task.notes()
+    first, *others = rows[6:]
+    first["evidence"] = [[title, 99] for title, _ in first["evidence"]]
+    path.write_text("\n".join(map(json.dumps, [first, *others] * 2)))
+    note = (
+        "2 of 12 questions (16.7%) have evidence in a sentence that its paragraph lacks; they count"
+    )
+    assert note in Multihop(change(task.recipe, {"data.train": str(path)})).notes()
     told = [{"text": [["garden", ["a cat ."]]], "question": "why?", "evidence": [["garden", 0]]}]
     rows = [one | {"answer": answer} for one in told * 4 for answer in ("cat", "yes", "dog")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -22,7 +22,7 @@ from longspan.tasks.answers import (
     read_candidates,
 )
 from longspan.tasks.finetune import finetune, make_task
-from longspan.tasks.questions import Question, read_questions
+from longspan.tasks.questions import Question, read_questions, unfold_questions
 from longspan.tasks.spans import Spans, or_loss
 from longspan.train.recipe import change
 
@@ -228,6 +228,23 @@ def test_the_forms_of_answers():
     assert named[0].spans == both
 
 
+def test_an_answer_that_is_longer_in_small_letters():
+    """The dotted capital I becomes two characters, as the text has them here."""
+    (found,), _ = read({"text": "In i\u0307zmir.", "question": "where?", "answers": "\u0130zmir"})
+    assert found.spans == ((3, 9),)
+
+
+def test_an_id_that_is_empty_is_none():
+    """Else all questions without one would be taken for the same by TriviaQA's measure."""
+    for empty in (None, ""):
+        flat = {"text": "The cat.", "question": "who?", "answers": "cat", "id": empty}
+        assert read(flat)[0][0].id == "here"
+        nested = {"text": "The cat.", "id": "d", "qas": [{**flat, "question": q} for q in "ab"]}
+        assert [one.id for one in read(nested)[0]] == ["d#0", "d#1"]
+        row = Row("here", nested)
+        assert [one.values["id"] for one in unfold_questions(row, {})] == ["d#0", "d#1"]
+
+
 def test_answers_that_are_not_there():
     flat = {"text": "The cat.", "question": "who?"}
     found, skipped = read({**flat, "answers": [{"text": "dog", "start": 4}]})
@@ -278,6 +295,13 @@ def test_a_document_has_room_beside_its_own_question(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     task = Spans(recipe("spans", tmp_path, **all_splits(path), too_long="refuse"))
     assert (task.reach.documents, task.reach.too_long) == (2, 0)
+
+
+def test_an_answer_keeps_its_last_accent():
+    """Also where that is a character of its own, over which BERT's tokenizers pass."""
+    text, offsets = "the cafe\u0301 .", np.array([(0, 3), (4, 8), (10, 11)])
+    (answer,) = Found([(1, 1, 9.0)], 0.0, 10.0).answers(text, offsets)
+    assert answer[:3] == ("cafe\u0301", 4, 9)
 
 
 def test_white_space_is_no_answer():

@@ -6,7 +6,7 @@
     #end document
 
 A mention of several words opens with "(12" and closes with "12)"; a cell may hold several, joined
-by "|", nested or overlapping. Columns are set apart by white space; the word is the fourth, the
+by "|", nested or overlapping. Columns are set apart by spaces or tabs; the word is the fourth, the
 speaker the tenth where there are twelve or more. Where two mentions of one cluster cross, which
 bracket closes which cannot be told: the one that was opened last is closed first.
 """
@@ -17,8 +17,10 @@ from typing import Any
 
 _BEGIN = re.compile(r"#begin document\s+(?:\((.*)\)|(\S+?));?(?:\s*part\s+(\S+))?\s*$")
 _CELL = re.compile(r"(\(?)(\d+)(\)?)")
+_BETWEEN = re.compile("[ \t]+")  # a word may have other white space in it, as 10\u00a0000 has
 _NOTHING = ("-", "_", "*")
 _WORD, _SPEAKER, _MANY = 3, 9, 12
+BEGIN, LINES = "#begin", "#lines"  # no names that a table's own columns may well have
 
 Clusters = Sequence[Sequence[Sequence[int]]]  # first and last word of each mention
 
@@ -26,8 +28,8 @@ Clusters = Sequence[Sequence[Sequence[int]]]  # first and last word of each ment
 def read_conll(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Documents, or parts of them, each with the number of the line that it begins in.
 
-    "clusters" are first and last word of each mention, counted through the document; "begin" and
-    "lines" keep what stands before the last column, for `write_conll`.
+    "clusters" are first and last word of each mention, counted through the document; BEGIN and
+    LINES keep what stands before the last column, for `write_conll`.
     """
     made: _Document | None = None
     number = 0
@@ -76,7 +78,8 @@ class _Document:
         self._between = True
 
     def add(self, number: int, line: str) -> None:
-        cells = line.split()
+        line = line.rstrip(" \t")
+        cells = _BETWEEN.split(line.lstrip(" \t"))
         if len(cells) <= _WORD + 1:
             raise ValueError(
                 f"line {number}: {len(cells)} columns; there should be five or more: document, "
@@ -89,7 +92,7 @@ class _Document:
         speaker = cells[_SPEAKER] if len(cells) >= _MANY else "-"
         self.sentences[-1].append(cells[_WORD])
         self.speakers[-1].append("" if speaker in _NOTHING else speaker)
-        self.lines[-1].append(line.rstrip()[: -len(cells[-1])])
+        self.lines[-1].append(line[: -len(cells[-1])])
         self._brackets(number, cells[-1])
         self._words += 1
 
@@ -130,8 +133,8 @@ class _Document:
             "sentences": self.sentences,
             "speakers": self.speakers,
             "clusters": clusters,
-            "begin": self.line,
-            "lines": self.lines,
+            BEGIN: self.line,
+            LINES: self.lines,
         }
 
 
@@ -140,8 +143,8 @@ def write_conll(document: Mapping[str, Any], clusters: Clusters) -> Iterator[str
     and where it comes from elsewhere, its name, its words and its speakers do."""
     cells = _cells(clusters)
     name = re.sub(r"\s+", "_", str(document.get("id") or "document"))
-    begin = document.get("begin") or f"#begin document ({name}); part 000"
-    prefixes = document.get("lines") or _prefixes(document, name)
+    begin = document.get(BEGIN) or f"#begin document ({name}); part 000"
+    prefixes = document.get(LINES) or _prefixes(document, name)
     yield f"{begin}\n"
     place = 0
     for sentence in prefixes:

@@ -25,6 +25,7 @@ _ENDINGS = (
     ".csv, .tsv, .jsonl, .txt, .conll, .json (an array, or SQuAD's; each also .xz or .gz), .parquet"
 )
 _DAMAGED = lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError
+_WIDE = b"\xff\xfe", b"\xfe\xff"  # how files in UTF-16 begin
 _AT_ONCE = 2**20  # characters of a JSON array
 
 
@@ -87,15 +88,30 @@ def read_rows(source: str | Path) -> Iterator[Row]:
     yield from readers[kind]()
 
 
+def name_of(source: str | Path) -> str:
+    """What to call something made of a source: the file's name without its ending, but with what
+    else is between full stops, so that sales.2024.csv and sales.2025.csv stay apart."""
+    path = Path(source)
+    if str(source).startswith((HUB, LISTOPS)):
+        return path.name
+    return (path.with_suffix("") if path.suffix in _OPENERS else path).stem
+
+
 def _lines(path: Path) -> Iterator[str]:
     """Lines with their ends, decoded one by one so that a wrong byte has a line to its name."""
     with _OPENERS.get(path.suffix, open)(path, "rb") as file:
         try:
             for number, line in enumerate(file, start=1):
+                # UTF-16 without a mark in front is valid UTF-8, with zeros between its letters.
+                if number == 1 and b"\0" in line[:4] and line[:2] not in _WIDE:
+                    raise ValueError(
+                        f"{path}, line 1: not UTF-8 but UTF-16, as it seems; save the file as "
+                        "UTF-8, e.g. with iconv -f utf16le -t utf8"
+                    )
                 try:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    is_wide = number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff")
+                    is_wide = number == 1 and line[:2] in _WIDE
                     raise ValueError(
                         f"{path}, line {number}: not UTF-8 (byte {error.start + 1} is "
                         f"0x{line[error.start]:02x}); save the file as UTF-8, e.g. with "
@@ -133,7 +149,13 @@ def _delimited(path: Path, delimiter: str) -> Iterator[Row]:
                 yield Row(f"{path}, line {begin}", dict(zip(header, cells, strict=True)))
             begin = table.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}, line {begin}: {error}") from None
+        why = str(error)
+        if why.startswith("new-line character"):  # to which Python says how to open a file
+            why = (
+                "a carriage return by itself ends no line: quote the cell that has it, or, if all "
+                "lines end so, tr '\\r' '\\n'"
+            )
+        raise ValueError(f"{path}, line {begin}: {why}") from None
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
@@ -142,7 +164,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
             continue
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path}, line {number}: not a JSON object but {values!r:.60}")
@@ -222,6 +244,8 @@ def _array(path: Path, text: str, file: TextIO) -> Iterator[Row]:
                     raise json.JSONDecodeError("expected a comma", text, place)
                 begin = _behind_space(text, place + 1)
             values, stop = decoder.raw_decode(text, begin)
+        except RecursionError as error:
+            raise ValueError(f"{path}, object {number + 1}: not JSON: {error}") from None
         except json.JSONDecodeError as error:
             # As much again as there is: a long object is not tried too often.
             more = file.read(max(_AT_ONCE, len(text) - place))
@@ -251,7 +275,7 @@ def _squad(path: Path, text: str, file: TextIO) -> Iterator[Row]:
             for place, paragraph in enumerate(one["paragraphs"]):
                 values = {"text": paragraph["context"], "qas": paragraph["qas"]}
                 yield Row(f"{path}, article {article}, paragraph {place}", values)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}: not in SQuAD's form, data > paragraphs > context and qas ({error!r}), nor an "
             "array of objects; one object per line goes into a .jsonl"

@@ -1,5 +1,6 @@
 """Answers chosen among scored tokens, and measured."""
 
+import unicodedata
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -10,6 +11,14 @@ from torch import Tensor
 
 from longspan.tasks.measures import Style, answer_scores
 from longspan.tasks.questions import Question
+
+
+def with_marks(text: str, stop: int) -> int:
+    """The end of what ends at `stop`, with accents and signs that are characters of their own:
+    BERT's tokenizers pass over them, and byte pairs may end before them."""
+    while stop < len(text) and unicodedata.category(text[stop]).startswith("M"):
+        stop += 1
+    return stop
 
 
 class Answer(NamedTuple):
@@ -37,7 +46,7 @@ class Found(NamedTuple):
         """As characters, without white space around them; each once, and none of that alone."""
         made: dict[tuple[int, int], Answer] = {}
         for first, last, score in self.candidates:
-            start, stop = int(offsets[first, 0]), int(offsets[last, 1])
+            start, stop = int(offsets[first, 0]), with_marks(text, int(offsets[last, 1]))
             words = text[start:stop]
             start += len(words) - len(words.lstrip())
             stop = start + len(words.strip())

@@ -1,7 +1,7 @@
 """What tasks on examples have in common."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -51,6 +51,10 @@ class ExampleTask:
     def lengths(self, split: str) -> np.ndarray:
         """Tokens of each document, or of what is asked about."""
         raise NotImplementedError
+
+    def about(self, split: str) -> Sequence[Hashable]:
+        """What each example is about; several may be about the same."""
+        return range(len(self.lengths(split)))
 
     def draw(self, recipe: Finetuning) -> Order:
         """Which training examples each step takes."""

@@ -207,6 +207,9 @@ class Choice(Chooser, QuestionTask):
         """Tokens to read for each question."""
         return np.array([self.size(one) for one in getattr(self.asked, split)])
 
+    def about(self, split: str) -> list[tuple[str, ...]]:
+        return [one.texts for one in getattr(self.offers, split)]
+
     def _understand(self, row: Row) -> Iterator[Offer]:
         for one in self.unfold(row, self.recipe.data.columns):
             offer = self.read(one, answered=True)

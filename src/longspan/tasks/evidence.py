@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longspan.tasks.answers import with_marks
 from longspan.tasks.hops import KINDS, Hop
 from longspan.tasks.measures import Fact
 from longspan.tasks.paragraphs import Asked
@@ -37,29 +38,32 @@ def choose_evidence(
 
 def describe(hop: Hop, asked: Asked, found: Found) -> dict[str, Any]:
     """A prediction in words. Offsets are characters of a paragraph's sentences, joined as they
-    are, or of its title."""
-    candidates = []
+    are, or of its title. Each candidate comes once, and none that is white space alone: tokens may
+    be that, or share a character."""
+    made: dict[tuple[int, int, int, int], dict[str, Any]] = {}
     for place, first, last, score in found.spans:
         part, paragraph = asked.parts[place], hop.paragraphs[place]
         unit = int(part.unit[first])
-        start, stop = int(part.offsets[first, 0]), int(part.offsets[last, 1])
+        start = int(part.offsets[first, 0])
+        stop = with_marks(paragraph.unit(unit), int(part.offsets[last, 1]))
         words = paragraph.unit(unit)[start:stop]
         start += (
             len(words)
             - len(words.lstrip())
             + sum(map(len, paragraph.sentences[: max(0, unit - 1)]))
         )
-        candidates.append(
-            {
-                "text": words.strip(),
-                "paragraph": int(place),
-                "title": paragraph.title,
-                "in": "text" if unit else "title",
-                "start": start,
-                "end": start + len(words.strip()),
-                "probability": float(np.exp(min(0.0, score - found.total))),
-            }
-        )
+        candidate = {
+            "text": words.strip(),
+            "paragraph": int(place),
+            "title": paragraph.title,
+            "in": "text" if unit else "title",
+            "start": start,
+            "end": start + len(words.strip()),
+            "probability": float(np.exp(min(0.0, score - found.total))),
+        }
+        if candidate["text"]:
+            made.setdefault((int(place), unit, start, candidate["end"]), candidate)
+    candidates = list(made.values())
     best = candidates[0] if candidates and found.kind == KINDS[0] else None
     answer = {"answer": "" if found.kind == KINDS[0] else found.kind}
     if best is not None:

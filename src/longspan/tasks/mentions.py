@@ -1,6 +1,7 @@
 """Documents as words with the clusters of their mentions, in the forms that data sets have them."""
 
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,7 +127,10 @@ def _clusters(row: Row, column: str, words: int, skips: Skips | None) -> Cluster
     made = []
     try:
         given = [[(int(first), int(last)) for first, last in cluster] for cluster in value]
-    except (TypeError, ValueError):
+        told = [[(float(first), float(last)) for first, last in cluster] for cluster in value]
+        if given != told:
+            raise ValueError("half a word")
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{row.where}, column {column!r}: expected clusters of mentions, each the numbers of "
             f"its first and last word, found {value!r:.60}"
@@ -152,7 +156,9 @@ def _clusters(row: Row, column: str, words: int, skips: Skips | None) -> Cluster
 
 def _cut(text: str) -> tuple[np.ndarray, np.ndarray]:
     """[words, 2] characters of each word, and the number of each word's sentence."""
-    found = list(_WORDS.finditer(text))
+    # Accents and vowel signs that are characters of their own belong to their word, but `re` does
+    # not take them for letters: each is read as one.
+    found = list(_WORDS.finditer(re.sub(r"[^\w\s]", _letter, text)))
     offsets = np.array([word.span() for word in found], dtype=np.int64).reshape(-1, 2)
     sentence = np.zeros(len(found), dtype=np.int64)
     number, ended = 0, False
@@ -163,6 +169,11 @@ def _cut(text: str) -> tuple[np.ndarray, np.ndarray]:
         sentence[place] = number
         ended = word[0] in _ENDING or (ended and word[0] in _CLOSING)
     return offsets, sentence
+
+
+def _letter(character: re.Match[str]) -> str:
+    is_mark = unicodedata.category(character[0]).startswith("M")
+    return "x" if is_mark else character[0]
 
 
 def cuts(borders: Sequence[np.ndarray], total: int, room: int) -> list[Span]:

@@ -278,6 +278,16 @@ class Multihop(Reasoner, QuestionTask):
         if lost:
             share = f"{lost:,} of {len(hops):,} questions ({lost / len(hops):.1%})"
             found.append(f"{share} lack a paragraph that their answer follows from; they count")
+        counts = [{own.title: len(own.sentences) for own in hop.paragraphs} for hop in hops]
+        unsaid = sum(
+            any(not 0 <= number < known.get(title, number + 1) for title, number in hop.facts)
+            for hop, known in zip(hops, counts, strict=True)
+        )
+        if unsaid:
+            share = f"{unsaid:,} of {len(hops):,} questions ({unsaid / len(hops):.1%})"
+            found.append(
+                f"{share} have evidence in a sentence that its paragraph lacks; they count"
+            )
         nowhere = sum(hop.kind == KINDS[0] and not hop.places() for hop in hops)
         if nowhere:
             share = f"{nowhere:,} of {len(hops):,} questions ({nowhere / len(hops):.1%})"

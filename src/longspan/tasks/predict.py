@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longspan.data.conll import write_conll
+from longspan.data.conll import LINES, write_conll
 from longspan.data.tables import Row, read_rows
 from longspan.tasks.finetune import FIRST_STAGE, TASKS, half, load_model
 from longspan.tasks.lines import write_lines
@@ -179,7 +179,7 @@ def write_clusters(use: Pipeline, source: str | Path, predictions: Path, output:
     with predictions.open(encoding="utf8") as lines, unfinished.open("w", encoding="utf8") as file:
         for row, line in zip(read_rows(source), lines, strict=True):
             document = row.values
-            if "lines" not in document:
+            if LINES not in document:
                 words = read_words(row, columns)
                 if words is None:
                     continue

@@ -42,7 +42,7 @@ def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterat
     else:
         rows = [row]
         names = {name: columns.get(name, name) for name in ("question", "answers", "id")}
-    outer = str(row.values.get(columns.get("id", "id"), row.where))
+    outer = str(_identity(row.values, columns.get("id", "id"), row.where))
     for place, one in enumerate(rows):
         question = one.text(names["question"]).strip()
         if not question:
@@ -61,9 +61,9 @@ def read_questions(row: Row, columns: Mapping[str, str], skips: Skips) -> Iterat
                 skips.add("an answer does not stand where it says", one.where)
         if answers and not right:
             continue
-        own_id = str(one.values.get(names["id"], outer if one is row else f"{outer}#{place}"))
+        own_id = _identity(one.values, names["id"], outer if one is row else f"{outer}#{place}")
         yield Question(
-            own_id, text, question, tuple(dict.fromkeys(spans)), tuple(dict.fromkeys(right))
+            str(own_id), text, question, tuple(dict.fromkeys(spans)), tuple(dict.fromkeys(right))
         )
 
 
@@ -75,8 +75,15 @@ def unfold_questions(row: Row, columns: Mapping[str, str]) -> Iterator[Row]:
         return
     for place, one in enumerate(_nested(row, nested)):
         own = {**row.values, columns.get("question", "question"): one.get("question")}
-        own[name] = one.get("id", f"{row.values.get(name, row.where)}#{place}")
+        outer = _identity(row.values, name, row.where)
+        own[name] = _identity(one, "id", f"{outer}#{place}")
         yield Row(f"{row.where}, question {place}", own)
+
+
+def _identity(values: Mapping[str, Any], column: str, otherwise: str) -> Any:
+    """An id; where a table has none of a row, whether as null or as an empty cell, another name."""
+    found = values.get(column)
+    return otherwise if found in (None, "") else found
 
 
 def _nested(row: Row, column: str) -> list[dict[str, Any]]:
@@ -140,6 +147,6 @@ def locate(text: str, wanted: str, start: int | None) -> list[Span]:
         folded, sought = text, wanted
     spans, place = [], folded.find(sought)
     while place >= 0:
-        spans.append((place, place + len(wanted)))
+        spans.append((place, place + len(sought)))  # which may be longer, as that of the dotted I
         place = folded.find(sought, place + 1)
     return spans

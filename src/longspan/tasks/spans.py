@@ -205,6 +205,9 @@ class Spans(Finder, QuestionTask):
         """Tokens of the document of each question."""
         return np.array([len(one.document.ids) for one in getattr(self.asked, split)])
 
+    def about(self, split: str) -> list[str]:
+        return [one.text for one in getattr(self.questions, split)]
+
     def _understand(self, row: Row) -> Iterator[Question]:
         return read_questions(row, self.recipe.data.columns, self.skips)
 
