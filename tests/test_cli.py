@@ -556,7 +556,7 @@ def test_comparing(tmp_path: Path) -> None:
     output = plain(invoke(*command))
     for name in ("first tokens", "chunk and pool", "long, window only", "macro f1"):
         assert name in output
-    assert "of the test documents have more than 16 tokens" in output
+    assert "of the test examples have more than 16 tokens" in output
 
 
 def test_comparing_choices(tmp_path: Path) -> None:
@@ -570,6 +570,6 @@ def test_comparing_choices(tmp_path: Path) -> None:
         command += ["--set", value]
     output = plain(invoke(*command))
     assert "accuracy" in output
-    assert "100% of the test documents have more than 20 tokens" in output
+    assert "100% of the test examples have more than 20 tokens" in output
     assert (tmp_path / "compare.json").exists()
     assert (tmp_path / "compare.svg").exists()

@@ -231,14 +231,14 @@ def test_no_tokens():
 @compiles_anywhere
 @pytest.mark.usefixtures("small")
 def test_one_graph_serves_all_lengths():
-    def loss(query, key, value, projection):
-        out, after = causal_linear_attention(query, key, value, projection)
+    def loss(*given):
+        out, after = causal_linear_attention(*given)
         return out.sum() + after.sums.sum()
 
-    graph = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    graph: Any = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (33, 70):
         *tensors, projection, _ = problem(tokens, 16, 20, torch.float32)
-        found, wanted = (own(*tensors, projection) for own in (graph, loss))
+        found, wanted = graph(*tensors, projection), loss(*tensors, projection)
         torch.testing.assert_close(found, wanted)
         for one, other in zip(
             torch.autograd.grad(found, tensors), torch.autograd.grad(wanted, tensors), strict=True

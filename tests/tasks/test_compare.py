@@ -175,7 +175,7 @@ def test_advice(gain, advice):
     found = [contender(FIRST, 0.5, 0.5), short, long]
     said = advise(found, short, long, gain, 0.5, 512)
     assert advice in said
-    assert "50% of the test documents have more than 512 tokens" in said
+    assert "50% of the test examples have more than 512 tokens" in said
     if "no difference" in said:
         assert "'chunk and pool' is the cheapest" in said
         # Also where its own interval ends below the best score: the difference decides.

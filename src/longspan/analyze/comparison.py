@@ -14,7 +14,7 @@ from longspan.tasks.compare import SHORT_ONES, Comparison, Interval
 def table(result: Comparison) -> Table:
     name = result.measure.replace("_", " ")
     beyond = f"beyond {result.short:,} tokens"
-    made = Table("", f"{name} (95%)", beyond, "training", "documents/s", box=None)
+    made = Table("", f"{name} (95%)", beyond, "training", "examples/s", box=None)
     known = any(one.memory_mib is not None for one in result.contenders)
     if known:  # on a GPU alone
         made.add_column("memory")

@@ -194,7 +194,7 @@ def advise(
 ) -> str:
     """What to do, in plain words."""
     shown = f"{gain.value:+.3f} (95% between {gain.low:+.3f} and {gain.high:+.3f})"
-    beyond = f"{share:.0%} of the test documents have more than {tokens:,} tokens."
+    beyond = f"{share:.0%} of the test examples have more than {tokens:,} tokens."
     if gain.low > 0:
         return f"Long context helps: take '{long.name}', {shown} over '{short.name}'. {beyond}"
     if gain.high < 0:

@@ -142,8 +142,8 @@ def pieces(
     if room <= overlap:
         raise ValueError(
             f"a question of {0 if question is None else len(question)} tokens leaves room for "
-            f"{max(room, 0)} of the document in {length}: shorten it, or give a larger "
-            f"model.length (overlap={overlap} has to be smaller than that room)"
+            f"{max(room, 0)} of the document in {length}: shorten it, or set a larger "
+            f"model.length or a smaller overlap ({overlap} has to be below that room)"
         )
     if len(breaks) and policy == "split":
         spans = _cut_at(breaks, len(document), room, overlap)
@@ -192,8 +192,8 @@ def check_room(
         raise ValueError(
             f"{tokenizer.decode(front[:12], skip_special_tokens=True).strip()!r} ...: {what} of "
             f"{len(front):,} tokens leaves room for {max(room, 0):,} of the {of} in "
-            f"model.length={length:,}: shorten it, or give a larger model.length "
-            f"(overlap={overlap} has to be smaller than that room)"
+            f"model.length={length:,}: shorten it, or set a larger model.length "
+            f"or a smaller overlap ({overlap} has to be below that room)"
         )
 
 
