@@ -186,8 +186,7 @@ def predict(
     """
     from transformers.utils import logging
 
-    from longspan.data.tables import name_of
-    from longspan.tasks.lines import remarks
+    from longspan.tasks.lines import name_of, remarks
     from longspan.tasks.predict import (
         Pipeline,
         check_file,
@@ -275,9 +274,8 @@ def embed(
     """
     from transformers.utils import logging
 
-    from longspan.data.tables import name_of
     from longspan.tasks.embedder import Embedder
-    from longspan.tasks.lines import remarks, write_lines
+    from longspan.tasks.lines import name_of, remarks, write_lines
 
     logging.disable_progress_bar()
     console = Console()

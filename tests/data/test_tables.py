@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from longspan.data import tables
-from longspan.data.tables import name_of, read_rows
+from longspan.data.tables import read_rows
 
 ROWS = [{"text": 'He said "no",\nand left.', "label": "a"}, {"text": "Zürich", "label": "b"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -212,16 +212,3 @@ def test_a_file_is_read_as_it_is_needed(tmp_path):
     assert [next(rows).get("a") for _ in range(10)] == [1] * 10
     with pytest.raises(ValueError, match="line 11"):
         next(rows)
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("some/sales.2024.csv", "sales.2024"),
-        ("sales.2024.jsonl.xz", "sales.2024"),
-        ("a.parquet", "a"),
-        ("hub:org/v1.5-set:all#test", "v1.5-set:all#test"),
-    ],
-)
-def test_the_name_for_what_is_made_of_a_source(source, name):
-    assert name_of(source) == name

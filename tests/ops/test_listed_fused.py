@@ -248,7 +248,7 @@ def test_layers_learn_the_same(setting, causal, monkeypatch):
     layer: Any = (build_causal_attention if causal else build_attention)(16, 2, setting)
     about = {}
     if not causal:
-        mask = torch.ones(2, 21)
+        mask = torch.ones(2, 21, dtype=torch.long)
         mask[1, 15:] = 0
         about["seen"] = visibility(hidden, attention_mask=mask)
     found = []

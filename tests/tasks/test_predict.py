@@ -8,7 +8,7 @@ import pytest
 from tasks.finetuned import QUIET, asked, labelled, recipe
 
 from longspan.tasks.finetune import finetune, make_task
-from longspan.tasks.lines import remarks
+from longspan.tasks.lines import name_of, remarks
 from longspan.tasks.predict import Pipeline, check_file, predict_file, rename
 
 
@@ -157,3 +157,16 @@ def test_questions_of_a_document_become_rows(tmp_path):
     table.write_text('text,qas\nthe cat,"[""when?""]"\n')
     with pytest.raises(ValueError, match="line 2, column 'qas': expected a list of questions"):
         predict_file(use, table, tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("some/sales.2024.csv", "sales.2024"),
+        ("sales.2024.jsonl.xz", "sales.2024"),
+        ("a.parquet", "a"),
+        ("hub:org/v1.5-set:all#test", "v1.5-set:all#test"),
+    ],
+)
+def test_the_name_for_what_is_made_of_a_source(source, name):
+    assert name_of(source) == name

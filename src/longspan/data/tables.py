@@ -71,7 +71,7 @@ def read_rows(source: str | Path) -> Iterator[Row]:
         raise ValueError(f"{path} does not exist; a data set on the hub is given as {HUB}NAME")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a file: {_ENDINGS}")
-    kind = (path.with_suffix("") if path.suffix in _OPENERS else path).suffix.lower()
+    kind = unpacked(path).suffix.lower()
     if kind.endswith("conll"):  # OntoNotes has .v4_gold_conll
         kind = ".conll"
     readers = {
@@ -88,13 +88,9 @@ def read_rows(source: str | Path) -> Iterator[Row]:
     yield from readers[kind]()
 
 
-def name_of(source: str | Path) -> str:
-    """What to call something made of a source: the file's name without its ending, but with what
-    else is between full stops, so that sales.2024.csv and sales.2025.csv stay apart."""
-    path = Path(source)
-    if str(source).startswith((HUB, LISTOPS)):
-        return path.name
-    return (path.with_suffix("") if path.suffix in _OPENERS else path).stem
+def unpacked(path: Path) -> Path:
+    """The path without what says how the file is compressed."""
+    return path.with_suffix("") if path.suffix in _OPENERS else path
 
 
 def _lines(path: Path) -> Iterator[str]:

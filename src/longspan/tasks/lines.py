@@ -7,7 +7,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longspan.data.tables import Row, read_rows
+from longspan.data.tables import HUB, LISTOPS, Row, read_rows, unpacked
+
+
+def name_of(source: str | Path) -> str:
+    """What to call something made of a source: the file's name without its ending, but with what
+    else is between full stops, so that sales.2024.csv and sales.2025.csv stay apart."""
+    path = Path(source)
+    return path.name if str(source).startswith((HUB, LISTOPS)) else unpacked(path).stem
 
 
 def write_lines(
