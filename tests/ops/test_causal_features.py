@@ -17,6 +17,7 @@ from longspan.ops.linear import (
     Sums,
     causal_linear_attention,
     draw_features,
+    linear_attention,
     softmax_exponents,
 )
 
@@ -251,6 +252,16 @@ def test_a_projection_that_learns_is_served_elsewhere():
     out, _ = causal_linear_attention(query, key, value, projection.requires_grad_())
     (found,) = torch.autograd.grad(out, projection, grad)
     assert found.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    "attend", [linear_attention, lambda *given: causal_linear_attention(*given)[0]]
+)
+def test_values_of_another_width_are_served_elsewhere(attend):
+    query, key, value, projection, _ = problem(20, 16, 20, torch.float32)
+    found = attend(query, key, value[..., :12], projection)
+    whole = attend(query, key, value, projection)
+    torch.testing.assert_close(found, whole[..., :12], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small")

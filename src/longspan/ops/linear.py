@@ -130,8 +130,10 @@ def causal_linear_attention(
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, projection: Tensor, kernel: str) -> bool:
-    """Whether the kernels serve. They have no gradient for a projection that learns."""
-    return kernel == "softmax" and not projection.requires_grad and serves(query, key, value)
+    """Whether the kernels serve. They have no gradient for a projection that learns, and values as
+    wide as queries."""
+    served = kernel == "softmax" and not projection.requires_grad
+    return served and value.shape[3] == query.shape[3] and serves(query, key, value)
 
 
 def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
