@@ -206,6 +206,7 @@ def test_it_is_a_proper_operator():
     out, _, lse = fused._attend(*arguments)
     saved = [t.detach() for t in (out, *given, out, lse)]
     torch.library.opcheck(fused._backward, (*saved, places, marks, None, None, None, *numbers))
+    torch.library.opcheck(fused._slots_of, (torch.randint(0, 9, (2, 3, 12), dtype=torch.int32), 9))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -187,3 +187,8 @@ def test_random_blocks_follow_a_documents_own_length():
     # Of four blocks the first has two others outside its window, the second one.
     assert (short[0, :, 0] >= 0).sum(-1).tolist() == [2, 2]
     assert (short[0, :, 1] >= 0).sum(-1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_drawing_blocks_is_a_proper_operator(count):
+    torch.library.opcheck(random_blocks, (torch.tensor([4, 9]), 9, 2, count, 1, 3))

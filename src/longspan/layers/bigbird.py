@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.layers.base import AttentionLayer
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.listed import (
     count_blocks,
     listed_attention,
@@ -32,6 +32,8 @@ class BigBirdAttention(DocumentAttention):
         global_blocks: blocks at a document's beginning that are global.
         seed: of the random blocks; a layer adds its number.
     """
+
+    needs_positions = True  # their number: else every layer would have to wait for it
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class BigBirdAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         query, key, value = self.project(hidden, position_ids)
@@ -106,16 +108,17 @@ class BigBirdAttention(DocumentAttention):
         value: Tensor,
         listed: Tensor,
         valid: Tensor | None,
-        chosen: Tensor,
+        chosen: Chosen,
     ) -> Tensor:
         place = torch.arange(query.shape[1], device=query.device)
-        first = place < self.global_blocks * self.block
-        chosen = (chosen | first) if valid is None else (chosen | first) & valid
-        at = global_positions(chosen)
+        room = self.global_blocks * self.block
+        mask = chosen.mask | (place < room)
+        mask = mask if valid is None else mask & valid
+        at = global_positions(mask, None if chosen.most is None else room + chosen.most)
         # Global keys are listed once, for all blocks, so not in their own blocks again.
         listed = tokens_of(listed[..., : self.window + self.random], self.block, query.shape[1])
         listed = listed.expand(query.shape[0], -1, -1, -1)
-        hide = chosen if valid is None else chosen | ~valid
+        hide = mask if valid is None else mask | ~valid
         hide = hide[:, None, None].expand(-1, *listed.shape[1:3], -1)
         listed = torch.where(hide.gather(-1, listed.clamp(min=0)), -1, listed)
         listed = torch.cat((listed, at[:, None, None].expand(-1, *listed.shape[1:3], -1)), -1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.listed import count_blocks, listed_attention
 from longspan.ops.once import made_once
 
@@ -47,7 +47,7 @@ class BlockwiseAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         query, key, value = self.project(hidden, position_ids)

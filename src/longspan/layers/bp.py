@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from longspan.layers.causal import Attended, CausalAttention
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.tree import Tree, causal_tree_attention, tree_attention
 
 
@@ -34,7 +34,7 @@ class BPAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         out = tree_attention(

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from longspan.layers.document import Chosen
 from longspan.layers.observing import BankCentroids, ObservingDocument
 from longspan.ops.clustered import clustered_attention
 
@@ -51,7 +52,7 @@ class ClusterformerAttention(ObservingDocument):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         out = clustered_attention(

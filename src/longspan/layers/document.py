@@ -1,11 +1,20 @@
 """What the layers share whose attention is defined over one document, from its first token on."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.position import rotate
 from longspan.ops.window import Visibility
+
+
+class Chosen(NamedTuple):
+    """Which tokens are global."""
+
+    mask: Tensor  # bool [batch, tokens]
+    most: int | None  # in any row; None = only the device knows
 
 
 class DocumentAttention(AttentionLayer):
@@ -52,12 +61,12 @@ class DocumentAttention(AttentionLayer):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        """[batch, tokens, dim] of rows that each begin with their document: `valid` marks its
-        tokens, `chosen` the global ones [batch, tokens]; None = all, none. What stands in the rows
-        of padding does not matter."""
+        """[batch, tokens, dim] of rows that each begin with their document: `valid` [batch, tokens]
+        marks its tokens, `chosen` the global ones; None = all, none. What stands in the rows of
+        padding does not matter."""
         raise NotImplementedError
 
     @property
@@ -91,7 +100,9 @@ class DocumentAttention(AttentionLayer):
     ) -> Tensor:
         """See `AttentionLayer`; `seen` is None for rows without padding."""
         seen = Visibility() if seen is None else seen
-        valid, chosen = seen.valid(), seen.is_global()
+        valid, mask = seen.valid(), seen.is_global()
+        most = None if positions is None else positions.shape[1]
+        chosen = None if mask is None else Chosen(mask, most)
         if seen.start is None or valid is None:
             return self.attend(hidden, valid=None, chosen=chosen, position_ids=position_ids)
         if hidden.shape[0] == 1:
@@ -102,21 +113,21 @@ class DocumentAttention(AttentionLayer):
         first = seen.start.amax(dim=1, keepdim=True)
         there, back = (place + first) % tokens, (place - first) % tokens
         out = self.attend(
-            _take(hidden, there),
+            _Moved.apply(hidden, there, back),
             valid=_take(valid, there),
-            chosen=None if chosen is None else _take(chosen, there),
+            chosen=None if chosen is None else Chosen(_take(chosen.mask, there), most),
             position_ids=None
             if position_ids is None
             else _take(position_ids.expand(valid.shape), there),
         )
-        return _take(out, back).masked_fill(~valid[..., None], 0.0)
+        return _Moved.apply(out, back, there).masked_fill(~valid[..., None], 0.0)
 
     def _one_by_one(
         self,
         hidden: Tensor,
         seen: Visibility,
         valid: Tensor,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         assert seen.start is not None
@@ -129,13 +140,30 @@ class DocumentAttention(AttentionLayer):
             part = self.attend(
                 hidden[:, own],
                 valid=valid[:, own],
-                chosen=None if chosen is None else chosen[:, own],
+                chosen=None if chosen is None else Chosen(chosen.mask[:, own], chosen.most),
                 position_ids=None if position_ids is None else position_ids[:, own],
             )
             parts.append(part.masked_fill(~valid[:, own, None], 0.0))
             done = end
         parts.append(torch.zeros_like(hidden[:, done:]))
         return torch.cat(parts, dim=1)
+
+
+class _Moved(torch.autograd.Function):
+    """Tokens [batch, tokens, dim] from places `there`, each of which is one token's; gradients go
+    `back`. Torch would add them up, as if several tokens could come from one place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(there, back)
+        return _take(tensor, there)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, None, None]:
+        there, back = ctx.saved_tensors
+        return _Moved.apply(gradient, back, there), None, None
 
 
 def _take(tensor: Tensor, at: Tensor) -> Tensor:

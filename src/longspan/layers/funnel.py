@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.layers.position import rotate
 from longspan.ops.shorten import Pools, shorten
 from longspan.ops.window import Visibility
@@ -70,7 +70,7 @@ class FunnelAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         return self._softmax(*self.project(hidden, position_ids), valid)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.lowrank import (
     convolve_tokens,
     count_tokens,
@@ -136,7 +136,7 @@ class LinformerAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         reduce = self.reduction

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.layers.causal import Attended, CausalAttention
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.linear import (
     KERNELS,
     Sums,
@@ -99,7 +99,7 @@ class PerformerAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         out = linear_attention(

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.pooled import POOLS, count_members, pool_neighbours, pooled_attention
 from longspan.ops.window import window_attention
 from longspan.ops.window.pattern import check_window
@@ -67,14 +67,14 @@ class PoolingformerAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         first = window_attention(
             *self.project(hidden, position_ids),
             window=self.window,
             attention_mask=valid,
-            global_mask=chosen,
+            global_mask=None if chosen is None else chosen.mask,
             dropout_p=self.dropout_p,
             backend=self.backend,
         ).flatten(2)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from longspan.layers.causal import Attended, CausalAttention
 from longspan.layers.clusters import ClusterCache, unit
-from longspan.layers.document import DocumentAttention
+from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.centroids import hashed
 from longspan.ops.clustered import clustered_attention
 
@@ -78,7 +78,7 @@ class ReformerAttention(DocumentAttention):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         shared, value = self.qkv(hidden).unflatten(-1, (2, self.heads, -1)).unbind(2)

@@ -5,6 +5,7 @@ from torch.nn.functional import linear
 
 from longspan.layers.causal import Attended, CausalAttention
 from longspan.layers.clusters import ClusterCache, unit
+from longspan.layers.document import Chosen
 from longspan.layers.observing import Observing, ObservingDocument, OnlineCentroids
 from longspan.ops.centroids import strongest
 from longspan.ops.clustered import clustered_attention, routed_attention
@@ -60,7 +61,7 @@ class RoutingAttention(ObservingDocument):
         hidden: Tensor,
         *,
         valid: Tensor | None,
-        chosen: Tensor | None,
+        chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
         shared, value = self.qkv(hidden).unflatten(-1, (2, self.heads, -1)).unbind(2)

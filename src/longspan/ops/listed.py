@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.ops import listed_fused
 from longspan.ops.listed_fused import Asked, serves
+from longspan.ops.operator import operator
 from longspan.ops.window.dropout import GOLDEN, WORD, mix
 
 # Scores that are computed at a time, over all batch rows and heads. A CPU wants all that belongs
@@ -292,6 +293,12 @@ def near_blocks(blocks: int, reach: int, device: torch.device) -> Tensor:
     return torch.where((near >= 0) & (near < blocks), near, -1)
 
 
+def _drawn_shape(blocks, most, heads, count, reach, seed):
+    return blocks.new_empty((blocks.shape[0], heads, most, count), dtype=torch.int64)
+
+
+# An operator, since torch 2.11 compiles its hashes for a GPU with 32-bit numbers, and fails.
+@operator("random_blocks", fake=_drawn_shape)
 def random_blocks(
     blocks: Tensor, most: int, heads: int, count: int, reach: int, seed: int
 ) -> Tensor:

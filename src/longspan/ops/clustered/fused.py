@@ -69,18 +69,31 @@ def routed(
     scale: float,
 ) -> Tensor:
     """`routed_attention`."""
-    batch, tokens, heads, _ = query.shape
     size = places.shape[3]
     places = places.transpose(1, 2).to(torch.int32).flatten(2)
-    # Where the slots of each token begin, among all of them sorted by token.
-    listed, slots = places.sort(dim=-1, stable=True)
-    token = torch.arange(tokens + 1, dtype=torch.int32, device=places.device)
-    token = token.expand(batch, heads, -1).contiguous()
-    start = torch.searchsorted(listed, token, out_int32=True)
+    slots, start = _slots_of(places, query.shape[1])
     numbers = (size, 0, 0, False, self_last, dropout_p, scale)
     seed = new_seed(query.device) if dropout_p > 0 else None
     places = places[:, :, None]
     return _attend(query, key, value, places, places, slots, start, seed, *numbers)[0]
+
+
+def _slot_shapes(places, tokens):
+    return (
+        places.new_empty(places.shape, dtype=torch.int64),
+        places.new_empty((*places.shape[:2], tokens + 1)),
+    )
+
+
+# An operator, since torch 2.11 fails to compile such a search for a GPU.
+@operator("cluster_slots", fake=_slot_shapes)
+def _slots_of(places: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Of tokens in slots [batch, heads, slots]: slots sorted by token, and where those of each of
+    the tokens begin among them [batch, heads, tokens + 1]."""
+    listed, slots = places.sort(dim=-1, stable=True)
+    token = torch.arange(tokens + 1, dtype=torch.int32, device=places.device)
+    token = token.expand(*places.shape[:2], -1).contiguous()
+    return slots, torch.searchsorted(listed, token, out_int32=True)
 
 
 def _settled_shapes(clusters, order, size, causal):

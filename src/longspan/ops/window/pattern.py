@@ -165,7 +165,8 @@ def describe(
         stop = torch.where(valid, bounds[document], 0)
         holes = (~valid).any(dim=1).to(torch.int32)
     elif valid is not None:
-        first = torch.where(valid, position, tokens).amin(dim=1, keepdim=True)
+        # Not `tokens`: where any number of them is compiled for, torch 2.11 takes it for 64 bits.
+        first = torch.where(valid, position, _FARTHEST).amin(dim=1, keepdim=True)
         last = torch.where(valid, position + 1, 0).amax(dim=1, keepdim=True)
         start = torch.where(valid, first, 0)
         stop = torch.where(valid, last, 0)
