@@ -119,6 +119,8 @@ def test_positions(text, tmp_path):
         (["study", "lra-text"], "give --data"),
         (["study", "lra-text", "--only", "lstm", "--data", "x.csv"], "choose from window"),
         (["study", "lra-listops", "--lengths", "5"], "are for the study of summaries"),
+        (["study", "rivals", "--jobs", "2"], "are for studies of positions, summaries or lra"),
+        (["study", "positions", "--jobs", "2"], "--jobs and --shared are for the studies of lra"),
         (["study", "rival"], "did you mean rivals"),
         (["study", "rivals", "--only", "rival-lstm"], "choose from rival-longformer"),
         (["study", "windows", "--set", "nimutes=2"], "nimutes is unknown; did you mean minutes"),

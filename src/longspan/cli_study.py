@@ -92,6 +92,10 @@ def study(
     prepare: Annotated[
         bool, typer.Option("--prepare", help="summaries: make what the models start from, only.")
     ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, help="lra: so many kinds at a time on one device; implies --shared."),
+    ] = 1,
     shared: Annotated[
         bool,
         typer.Option("--shared", help="lra: the runs shared a device: tell no times and speeds."),
@@ -115,8 +119,8 @@ def study(
     [bold]longspan study rivals --data FOLDER --minutes 2[/]
     [bold]longspan study positions --data FILE --model FOLDER --set updates=2000[/]
     [bold]longspan study lra-listops --only performer --only window --minutes 10[/]
-    Processes of lra with one --only each may run side by side in one folder, with --shared; then
-    the command with all of them puts them together.
+    [bold]longspan study lra-listops --jobs 4[/] trains four kinds at a time, each with a log of its
+    own: small models leave most of a GPU idle.
     [bold]longspan study summaries --data FILE --text sections --answers abstract[/]
     [bold]longspan study summaries --output FOLDER[/] scores what was written without rouge-score.
     With --prepare first, and the same options, processes of --lengths 1024, 4096 and 16384 may then
@@ -148,8 +152,8 @@ def study(
             chosen = {key: value for key, value in asked.items() if value is not None}
             chosen |= parse(setting or [])
             own = answers is not None or lengths is not None or practice or prepare
-            if shared and name not in ARENA:
-                raise ValueError("--shared is for the studies of lra")
+            if (shared or jobs > 1) and name not in ARENA:
+                raise ValueError("--jobs and --shared are for the studies of lra")
             if name != "summaries" and own:
                 raise ValueError(
                     "--answers, --lengths, --practice and --prepare are for the study of summaries"
@@ -160,13 +164,13 @@ def study(
                 how = {"limit": limit, "practised": practice}
                 _summaries(chosen, folder, only, small, lengths, how, prepare)
             else:
-                _arena(name, chosen, folder, only, small, shared)
+                _arena(name, chosen, folder, only, small, jobs, shared or jobs > 1)
             return
         given = any(one is not None for one in (model, valid, test, text, answers, lengths))
-        if given or practice or prepare or shared:
+        if given or practice or prepare or shared or jobs > 1:
             raise ValueError(
-                "--model, --valid, --test, --text, --answers, --lengths, --practice, --prepare and "
-                "--shared are for studies of positions, summaries or lra"
+                "--model, --valid, --test, --text, --answers, --lengths, --practice, --prepare, "
+                "--jobs and --shared are for studies of positions, summaries or lra"
             )
         probe = Probe(limit, rows, longest, tokens, step, step)
         if small:
@@ -291,6 +295,7 @@ def _arena(
     folder: Path,
     only: list[str] | None,
     small: bool,
+    jobs: int,
     shared: bool,
 ) -> None:
     from longspan.analyze.arena import describe, draw, markdown, table
@@ -303,7 +308,7 @@ def _arena(
     console = console_for_logs()
     recipe = FINETUNING[name]()
     recipe = change(shrink_finetuning(recipe) if small else recipe, settings)
-    found = describe(carry_out(recipe, folder, only, console), shared)
+    found = describe(carry_out(recipe, folder, only, console, jobs), shared)
     folder.mkdir(parents=True, exist_ok=True)  # where nothing came as far as a run
     write_json(folder / f"{name}.json", found)
     if found["arms"]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
@@ -108,6 +109,25 @@ def test_a_kind_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     found = describe(result)
     assert "- performer failed: out of memory" in markdown(found)
     assert [row[0] for row in rows(found)] == ["window"]
+
+
+def test_kinds_side_by_side_are_what_they_are_alone(tmp_path):
+    made, out = toy(tmp_path), tmp_path / "out"
+    out.mkdir()
+    (out / "bigbird").write_text("in the way")
+    told = StringIO()
+    console = Console(file=told, width=200)
+    result = study(made, out, ["performer", "bigbird", "dense"], console, jobs=2)
+    assert list(result.failed) == ["bigbird"]
+    assert "there is a file in its place" in result.failed["bigbird"]
+    assert told.getvalue().count("done") == 2
+    alone = study(made, tmp_path / "alone", ["performer", "dense"], QUIET)
+    for one, other in zip(result.arms, alone.arms, strict=True):
+        assert (one.kind, one.valid, one.test) == (other.kind, other.valid, other.test)
+        assert [at[::2] for at in one.curve] == [at[::2] for at in other.curve]
+    assert "step 2" in (out / "dense.log").read_text()
+    with pytest.raises(ValueError, match=r"other settings \(learning_rate"):
+        study(replace(made, learning_rate=1.0), out, ["performer"], QUIET, jobs=2)
 
 
 def test_tables_and_figure(tmp_path):

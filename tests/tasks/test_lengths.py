@@ -131,7 +131,7 @@ def test_arms_may_be_carried_out_apart(tmp_path: Path):
         refused.output.replace("│", "").split()
     )
     refused = CliRunner().invoke(app, ["study", "rivals", "--practice", "2"])
-    assert "--prepare and --shared are for" in " ".join(refused.output.replace("│", "").split())
+    assert "--jobs and --shared are for" in " ".join(refused.output.replace("│", "").split())
 
 
 def test_scores_are_those_of_the_texts(tmp_path: Path):
