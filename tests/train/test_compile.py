@@ -20,11 +20,18 @@ TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 60, dtyp
 CORPUS = Corpus(TEXT, TEXT[:100], TEXT[:100])
 
 
+# With the most graphs that are made. Windows: the model. Memories: each layer as they fill up, and
+# no more once they are full; embedding, dropout and norm are three more.
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [("books", "model"), ("rival-xl", "layers"), ("rival-compressive", "layers")],
+    ("name", "how", "most"),
+    [
+        ("books", "model", 1),
+        ("rival-xl", "layers", 5),
+        ("rival-compressive", "layers", 9),
+        ("causal-routing", "layers", 4),
+    ],
 )
-def test_compiled_losses_are_the_same(name, how, tmp_path, monkeypatch):
+def test_compiled_losses_are_the_same(name, how, most, tmp_path, monkeypatch):
     # Graphs are traced and run as they are: generating code for a CPU takes minutes.
     made: Any = loop.TorchDynamoPlugin
     monkeypatch.setattr(
@@ -41,7 +48,4 @@ def test_compiled_losses_are_the_same(name, how, tmp_path, monkeypatch):
         entries = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         found[compile] = [entry["loss"] for entry in entries if "split" not in entry]
     assert found[how] == pytest.approx(found["no"], rel=1e-4)
-    graphs = counters["stats"]["unique_graphs"]
-    # Windows: the model. Memories: each layer as they fill up, and no more once they are full;
-    # embedding, dropout and norm are three more.
-    assert 1 <= graphs <= {"books": 1, "rival-xl": 5, "rival-compressive": 9}[name]
+    assert 1 <= counters["stats"]["unique_graphs"] <= most

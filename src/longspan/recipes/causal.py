@@ -30,7 +30,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 # Where a kind has weights of its own, or fewer than others, feed-forward layers make up for it.
 # Queries that are their own keys save a square of 512 in every layer.
 _FEED_FORWARD = {"reformer": FEED_FORWARD + 256, "routing": FEED_FORWARD + 256}
-_COMPILED = ("performer", "sparse")  # what reads values back is left as it is
 
 KINDS = tuple(kind for kind in CAUSAL_ATTENTION if kind not in _RIVALS)
 STUDY = tuple(_RIVALS.get(kind, f"causal-{kind}") for kind in CAUSAL_ATTENTION)
@@ -44,5 +43,5 @@ def causal(kind: str) -> Recipe:
         length=8192,
         feed_forward=_FEED_FORWARD.get(kind, FEED_FORWARD),
         evaluation=Evaluation("sliding", length=16_384, stride=8192, batch=4),
-        compile="layers" if kind in _COMPILED else "no",
+        compile="layers",
     )
