@@ -36,12 +36,15 @@ def test_what_was_measured_comes_in_by_itself(tmp_path: Path) -> None:
         return Point(case, name, kind, ms=4.0, mib=2.0)
 
     make_results("family", "cuda", point).save(tmp_path / "family-cuda.json")
-    write_json(tmp_path / "lra-text.json", {"arms": [{"kind": "bigbird", "test": 0.625}]})
+    text = {"examples": 2000, "arms": [{"kind": "bigbird", "test": 0.625}]}
+    write_json(tmp_path / "lra-text.json", text)
     run = {"name": "causal-bp", "bits_per_character": {"valid": 1.75}}
     write_json(tmp_path / "causal.json", {"runs": [run]})
     made = render(tmp_path).splitlines()
-    (big,) = (line for line in made if line.startswith("| BigBird |  |"))
+    (big, beside) = (line for line in made if line.startswith("| BigBird |  |"))
     assert "| 62.5 |" in big
+    assert "|  | 36.05 | 62.5 ± 2.1 | 64.02 |" in beside
+    assert "| Synthesizer |  | 36.99 |  | 61.68 |" in made
     assert "| 4 / 2 |" in big
     assert any(line.startswith("| BP, causal |") and "| 1.750 |" in line for line in made)
     assert any(line.startswith("| dense, SDPA |") and "out of memory" in line for line in made)

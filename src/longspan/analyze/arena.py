@@ -28,8 +28,15 @@ PUBLISHED = {
     "performer": ("Performer", 18.01, 65.40),
     "bigbird": ("BigBird", 36.05, 64.02),
     "reformer": ("Reformer", 37.27, 56.10),
-    "sparse": ("Sparse Trans.", 17.07, 63.58),
 }
+# Those published there that are none of our encoders.
+OTHERS = (
+    ("Local Attention", 15.82, 52.98),
+    ("Sparse Trans.", 17.07, 63.58),
+    ("Linear Trans.", 16.13, 65.90),
+    ("Sinkhorn Trans.", 33.67, 61.20),
+    ("Synthesizer", 36.99, 61.68),
+)
 _COLUMN = {"lra-listops": 1, "lra-text": 2}
 _COLUMNS = (
     *("attention", "test", "±", "valid", "published", "parameters", "updates", "peak MiB"),
@@ -171,7 +178,8 @@ def _draw_curves(axes: Axes, found: dict[str, Any]) -> list[End]:
         axes.plot(x, y, marker="o", color=colour)
         ends.append(End(x[-1], y[-1], arm["kind"], colour))
     axes.set(title=f"Validation {found['measure']}, %, while training", xlabel=unit)
-    axes.set_xlim(0, axes.get_xlim()[1] * 1.3)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    last = max(end.x for end in ends)
+    axes.set_xlim(0, last * 1.35)
+    axes.set_xticks([at for at in MaxNLocator(4).tick_values(0, last) if at <= last])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
     return ends

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longspan.analyze.arena import CITED, OTHERS, PUBLISHED, margin
 from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES
 from longspan.bench.family.cases import ENCODERS, MATCHED
 from longspan.bench.family.claims import worst_share
@@ -78,12 +79,11 @@ def render(folder: Path) -> str:
     parts = [
         _paragraph(_table(_kinds(folder, results))),
         *(_paragraph(_measured(device, own)) for device, own in results.items()),
-        *_figures(
-            folder, ("family-cuda", "family-cpu", "lra-text", "lra-listops", "causal-curves")
-        ),
+        *_figures(folder, ("family-cuda", "family-cpu", "causal-curves")),
         "## Beside public implementations\n\nThe time of ours over theirs at the length that is "
         "worst for ours, both called from Python; 1.2 is the most we want.\n",
         _paragraph(_table(_rivals(results))),
+        *_arena(folder),
         *_errors(folder, results),
     ]
     return "\n".join(parts).strip() + "\n"
@@ -181,6 +181,41 @@ def _rivals(results: dict[str, Results]) -> Iterator[list[str]]:
                 found = worst_share(one, name, kind)
                 cells.append("" if found is None else f"{found[0]:.2f} (at {found[1]:,})")
         yield [ours, rival.label, *cells]
+
+
+def _arena(folder: Path) -> Iterator[str]:
+    """Long Range Arena, the whole of the published table beside ours."""
+    paths = [folder / f"lra-{task}.json" for task in ("listops", "text")]
+    if not any(path.exists() for path in paths):
+        return
+    found = [read_json(path) if path.exists() else {"arms": []} for path in paths]
+    yield (
+        "## Long Range Arena\n\nAccuracy in per cent on test examples, ± 95% of these alone, one "
+        f"seed. Published: {CITED}; its kinds that are none of our encoders stand below.\n"
+    )
+    yield _paragraph(_table(_accuracy_rows(found)))
+    yield from _figures(folder, ("lra-text", "lra-listops"))
+
+
+def _accuracy_rows(found: list[dict[str, Any]]) -> Iterator[list[str]]:
+    yield ["kind", "ListOps, %", "published, %", "text, %", "published, %"]
+    for kind in (name for name in ROWS if name in ENCODERS):
+        _, *published = PUBLISHED.get(kind, ("", None, None))
+        cells = zip((_accuracy(kind, study) for study in found), published, strict=True)
+        yield [_label(kind), *(text for own, cited in cells for text in (own, _percent(cited)))]
+    for name, lists, text in OTHERS:
+        yield [name, "", _percent(lists), "", _percent(text)]
+
+
+def _accuracy(kind: str, study: dict[str, Any]) -> str:
+    for arm in study["arms"]:
+        if arm["kind"] == kind:
+            return f"{100 * arm['test']:.1f} ± {100 * margin(arm['test'], study['examples']):.1f}"
+    return ""
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.2f}"
 
 
 def _errors(folder: Path, results: dict[str, Results]) -> Iterator[str]:
