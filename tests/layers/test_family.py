@@ -25,7 +25,8 @@ from longspan.layers.registry import ATTENTION, CAUSAL_ATTENTION
 from longspan.ops import visibility
 
 exactly = {"rtol": 0, "atol": 1e-10}
-BOUNDS = [0, 17, 17, 18, 60]  # of packed documents, one of them empty
+# Of packed documents: one is empty, one alone of its length, and the others share a batch.
+BOUNDS = [0, 17, 17, 18, 36, 60]
 every_encoder = pytest.mark.parametrize("kind", ENCODERS)
 
 
@@ -88,10 +89,23 @@ def test_a_row_of_padding_alone_is_zero(kind):
 
 @every_encoder
 def test_packed_documents_are_read_as_if_alone(kind):
-    made, hidden = encoder_layer({**ENCODERS[kind], "rotary": 100.0}), states(1, 60)
-    seen = visibility(hidden, cu_seqlens=torch.tensor(BOUNDS, device=DEVICE))
-    apart = [made(hidden[:, a:b]) for a, b in pairwise(BOUNDS) if b > a]
-    torch.testing.assert_close(made(hidden, seen=seen), torch.cat(apart, dim=1), **exactly)
+    """Also with a hole in one, with global tokens in some, and in their gradients."""
+    made = encoder_layer({**ENCODERS[kind], "rotary": 100.0})
+    hidden, way = states(1, 60).requires_grad_(), states(1, 60)
+    mask, chosen = ones(1, 60), torch.zeros_like(ones(1, 60))
+    mask[:, 40:43], chosen[:, [2, 20, 30]] = 0, 1
+    masks = {"attention_mask": mask, "global_mask": chosen}
+    seen = visibility(hidden, **masks, cu_seqlens=torch.tensor(BOUNDS, device=DEVICE))
+    parts = []
+    for a, b in pairwise(BOUNDS):
+        if b > a:
+            own = visibility(hidden[:, a:b], **{name: m[:, a:b] for name, m in masks.items()})
+            parts.append(made(hidden[:, a:b], seen=own))
+    runs = made(hidden, seen=seen), torch.cat(parts, dim=1)
+    torch.testing.assert_close(*runs, **exactly)
+    torch.testing.assert_close(
+        *(torch.autograd.grad((out * way).sum(), hidden)[0] for out in runs), **exactly
+    )
 
 
 @every_encoder

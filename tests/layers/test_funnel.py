@@ -125,9 +125,12 @@ def test_a_document_gives_the_same_wherever_it_stands(changes):
         torch.testing.assert_close(found, alone)
         found = made(row, attention_mask=mask[:1], position_ids=places[:1]).logits
         torch.testing.assert_close(found[:, left : left + 23], alone)
-    other = torch.randint(3, 30, (1, 10))
-    packed = made(torch.cat((other, ids), 1), cu_seqlens=torch.tensor([0, 10, 33])).logits
-    torch.testing.assert_close(packed, torch.cat((made(other).logits, alone), 1))
+    # One of another length, and one that shares a batch with it.
+    others = [torch.randint(3, 30, (1, tokens)) for tokens in (10, 20)]
+    bounds = torch.tensor([0, 10, 33, 53])
+    packed = made(torch.cat((others[0], ids, others[1]), 1), cu_seqlens=bounds).logits
+    first, last = (made(other).logits for other in others)
+    torch.testing.assert_close(packed, torch.cat((first, alone, last), 1))
 
 
 def test_the_layers_of_a_model_one_after_the_other():

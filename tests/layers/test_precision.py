@@ -76,7 +76,7 @@ def described(batch: str, hidden: Tensor) -> dict[str, Any]:
     if batch == "whole":
         return {}
     if batch == "packed":
-        bounds = torch.tensor([0, 23, 24, TOKENS], device=DEVICE)
+        bounds = torch.tensor([0, 19, 20, 37, TOKENS], device=DEVICE)
         return {"seen": visibility(hidden, cu_seqlens=bounds)}
     mask = torch.ones(hidden.shape[:2], dtype=torch.long, device=DEVICE)
     mask[1, :7] = mask[1, 48:] = 0

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.position import rotate
+from longspan.ops.packed import as_rows, cut, documents_of, in_batches, joined
 from longspan.ops.window import Visibility
 
 
@@ -22,9 +23,10 @@ class DocumentAttention(AttentionLayer):
 
     A mechanism that cuts its input into blocks, or has weights for places in it, has to be told
     where a document begins. Here rows are shifted so that each begins with its document, wherever
-    its padding is, and the documents of a packed row are attended one after the other; so each is
-    read as if it were alone. A single row with a mask may be packed: its description is read back,
-    which on a GPU waits for it and cannot be compiled.
+    its padding is, and the documents of a packed row become rows of their own, in as many batches
+    as it takes for less than half of each to be padding; so each is read as if it were alone. A
+    single row with a mask may be packed: its description is read back, which on a GPU waits for it
+    and cannot be compiled.
 
     Args:
         dim, heads: model size; head_dim = dim / heads.
@@ -106,7 +108,7 @@ class DocumentAttention(AttentionLayer):
         if seen.start is None or valid is None:
             return self.attend(hidden, valid=None, chosen=chosen, position_ids=position_ids)
         if hidden.shape[0] == 1:
-            return self._one_by_one(hidden, seen, valid, chosen, position_ids)
+            return self._unpacked(hidden, seen, valid, chosen, position_ids)
         # Row i begins with its document if it is read from place first[i] on, then from 0 on.
         tokens = hidden.shape[1]
         place = torch.arange(tokens, device=hidden.device)
@@ -122,7 +124,7 @@ class DocumentAttention(AttentionLayer):
         )
         return _Moved.apply(out, back, there).masked_fill(~valid[..., None], 0.0)
 
-    def _one_by_one(
+    def _unpacked(
         self,
         hidden: Tensor,
         seen: Visibility,
@@ -130,23 +132,29 @@ class DocumentAttention(AttentionLayer):
         chosen: Chosen | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        assert seen.start is not None
-        assert seen.stop is not None
-        bounds = torch.stack((seen.start[0], seen.stop[0]), dim=1)[valid[0]]
-        parts, done = [], 0
-        for begin, end in torch.unique_consecutive(bounds, dim=0).tolist():
-            parts.append(torch.zeros_like(hidden[:, done:begin]))
-            own = slice(begin, end)
-            part = self.attend(
-                hidden[:, own],
-                valid=valid[:, own],
-                chosen=None if chosen is None else Chosen(chosen.mask[:, own], chosen.most),
-                position_ids=None if position_ids is None else position_ids[:, own],
+        """Documents of one row as rows of batches, each from its first token on."""
+        documents = documents_of(seen)
+        if not documents:
+            return torch.zeros_like(hidden)
+        mask = None if chosen is None else chosen.mask
+        states, real, marks, places = (
+            None if row is None else cut(row, documents)
+            for row in (hidden, valid, mask, position_ids)
+        )
+        assert states is not None
+        assert real is not None
+
+        def attend(numbers: list[int]) -> Tensor:
+            most = max(documents[number].global_tokens for number in numbers)
+            return self.attend(
+                as_rows(states, numbers),
+                valid=as_rows(real, numbers),
+                chosen=None if marks is None else Chosen(as_rows(marks, numbers), most),
+                position_ids=None if places is None else as_rows(places, numbers),
             )
-            parts.append(part.masked_fill(~valid[:, own, None], 0.0))
-            done = end
-        parts.append(torch.zeros_like(hidden[:, done:]))
-        return torch.cat(parts, dim=1)
+
+        parts = in_batches([one.length for one in documents], attend)
+        return joined(parts, documents, hidden.shape[1]).masked_fill(~valid[..., None], 0.0)
 
 
 class _Moved(torch.autograd.Function):

@@ -6,6 +6,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from longspan.layers.document import Chosen, DocumentAttention
 from longspan.layers.position import rotate
+from longspan.ops.packed import as_rows, cut, in_batches, joined
 from longspan.ops.shorten import Pools, shorten
 from longspan.ops.window import Visibility
 
@@ -57,13 +58,20 @@ class FunnelAttention(DocumentAttention):
             out = self._softmax(*tensors, valid)
         else:
             assert valid is not None
-            query, key, value = tensors
-            parts = [
-                self._softmax(query[:, own], key[:, tokens], value[:, tokens], valid[:, tokens])
-                for tokens, own in pools.documents
-            ]
-            out = torch.cat(parts, 1)
+            out = self._unpacked_pools(*tensors, valid, pools)
         return out if valid is None else out.masked_fill(~pools.any(valid)[..., None], 0.0)
+
+    def _unpacked_pools(
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, pools: Pools
+    ) -> Tensor:
+        queries = cut(query, pools.shortened)
+        keys, values, real = (cut(row, pools.documents) for row in (key, value, valid))
+
+        def attend(numbers: list[int]) -> Tensor:
+            return self._softmax(*(as_rows(t, numbers) for t in (queries, keys, values, real)))
+
+        parts = in_batches([one.length for one in pools.shortened], attend)
+        return joined(parts, pools.shortened, pools.length)
 
     def attend(
         self,

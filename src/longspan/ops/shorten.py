@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.ops.packed import Document, documents_of
 from longspan.ops.window.pattern import Visibility
 
 
@@ -16,15 +17,16 @@ class Pools(NamedTuple):
 
     slot: Tensor  # [batch, tokens]: the pool that a token is in; `length` for padding
     length: int  # pools in a row
-    # Of packed documents: from which token to which, and from which pool to which.
-    documents: tuple[tuple[slice, slice], ...] = ()
+    # Packed documents, where they stand among the tokens and among the pools.
+    documents: tuple[Document, ...] = ()
+    shortened: tuple[Document, ...] = ()
 
     @property
     def bounds(self) -> Tensor | None:
         """[documents + 1]: where packed documents begin and end among the pools."""
         if not self.documents:
             return None
-        ends = [0, *(pools.stop for _, pools in self.documents)]
+        ends = [0, *(one.end for one in self.shortened)]
         return torch.tensor(ends, device=self.slot.device)
 
     def mean(self, states: Tensor) -> Tensor:
@@ -73,14 +75,13 @@ def shorten(like: Tensor, seen: Visibility, stride: int) -> Pools:
     if seen.start is None or seen.stop is None or valid is None:
         return Pools((place + stride - 1) // stride, length)
     slot = (place - seen.start + stride - 1) // stride
-    documents = []
+    documents, shortened, done = [], [], 0
     if batch == 1:
-        found = torch.stack((seen.start[0], seen.stop[0]), dim=1)[valid[0]]
-        done = 0
-        for begin, end in torch.unique_consecutive(found, dim=0).tolist():
-            own = slice(done, done + count_pools(end - begin, stride))
-            slot[:, begin:end] += done
-            documents.append((slice(begin, end), own))
-            done = own.stop
+        documents = documents_of(seen)
+        for one in documents:
+            slot[:, one.begin : one.end] += done
+            begin, done = done, done + count_pools(one.length, stride)
+            shortened.append(Document(begin, done, one.global_tokens))
         length = max(1, done)
-    return Pools(torch.where(valid, slot, length), length, tuple(documents))
+    slot = torch.where(valid, slot, length)
+    return Pools(slot, length, tuple(documents), tuple(shortened))

@@ -82,7 +82,7 @@ def _arena(
         learning_rate=0.05 / warmup**0.5,  # the highest, at the end of warm-up
         warmup=float(warmup),
         too_long="head",
-        packed=False,  # the family reads packed documents one after the other
+        packed=False,  # the family would make padded batches of a packed row in every layer
         alike=50,
         optimizer=Optimizer(
             betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1, clip=1.0, schedule="rsqrt"
