@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from longspan.bench import drawing
-from longspan.bench.benchmark import OUT_OF_MEMORY
+from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Pass
 from longspan.bench.family.cases import DECODERS, ENCODERS
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.labels import End, label_column
@@ -31,7 +32,6 @@ COLOURS = {
     "Routing": "#7A4FBF",
     "dense, SDPA": "#555555",
 }
-KIND = "forward+backward"
 _FRONT = "window"  # where lines coincide, ours is the one to see
 
 
@@ -75,36 +75,21 @@ def _errors(results: Results) -> Figure | None:
 
 
 def _figure(results: Results) -> Figure | None:
-    """Time and memory of training against length, encoders above, decoders below."""
+    """Time and memory against length: encoders, then decoders, forward and training."""
     lengths = sorted({case.tokens for case, _, _ in results.points})
     if len(lengths) < 2:
         return None
-    figure = Figure(figsize=(9.6, 7.0))
-    panels = figure.subplots(2, 2)
+    rows = [(causal, kind) for causal in (False, True) for kind in PASSES]
+    figure = Figure(figsize=(9.6, 3.5 * len(rows)))
+    panels = figure.subplots(len(rows), 2)
     ends: list[list[End]] = []
-    for row, causal, names in ((0, False, ENCODERS), (1, True, DECODERS)):
-        cases = sorted(
-            {case for case, _, _ in results.points if case.causal == causal},
-            key=lambda case: case.tokens,
-        )
-        for axes, quantity in zip(panels[row], ("ms", "mib"), strict=True):
-            axes.set_yscale("log")
-            its_ends = []
-            for name in names:
-                label = CONTENDERS[name].label
-                colour = COLOURS[label]
-                values = [(c.tokens, results.value(c, name, KIND, quantity)) for c in cases]
-                line = [(n, value) for n, value in values if value is not None]
-                if not line:
-                    continue
-                points = [(case.tokens, results.get(case, name, KIND)) for case in cases]
-                failed = [n for n, point in points if point and point.error == OUT_OF_MEMORY]
-                end = drawing.plot_line(axes, line, failed, colour, front=label == _FRONT)
-                its_ends.append(drawing.name_end(end, label, colour, bold=label == _FRONT))
-            ends.append(its_ends)
+    for both, (causal, kind) in zip(panels, rows, strict=True):
+        for axes, quantity in zip(both, ("ms", "mib"), strict=True):
+            ends.append(_lines(axes, results, causal, kind, quantity))
             whose = "Decoder" if causal else "Encoder"
+            when = "forward" if kind == "forward" else "training"
             what = "time" if quantity == "ms" else "peak memory"
-            axes.set(title=f"{whose} layer, training: {what}", xlabel="tokens")
+            axes.set(title=f"{whose} layer, {when}: {what}", xlabel="tokens")
             drawing.length_axis(axes, lengths)
             axes.yaxis.set_minor_locator(NullLocator())
             if quantity == "ms":
@@ -112,9 +97,29 @@ def _figure(results: Results) -> Figure | None:
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: drawing.duration(y)))
             else:
                 drawing.memory_axis(axes)
-    figure.tight_layout(w_pad=3.0)
+    figure.tight_layout(w_pad=3.0, h_pad=2.0)
     for axes, its_ends in zip(panels.flatten(), ends, strict=True):
         label_column(axes, its_ends)
     size = next(case for case, _, _ in results.points)
     drawing.footer(figure, results, f"{size.heads} heads of {size.hidden // size.heads}")
     return figure
+
+
+def _lines(axes: Axes, results: Results, causal: bool, kind: Pass, quantity: str) -> list[End]:
+    """A line for each mechanism; where their names are to be written."""
+    axes.set_yscale("log")
+    cases = {case for case, _, _ in results.points if case.causal == causal}
+    cases = sorted(cases, key=lambda case: case.tokens)
+    ends = []
+    for name in DECODERS if causal else ENCODERS:
+        label = CONTENDERS[name].label
+        colour = COLOURS[label]
+        values = [(c.tokens, results.value(c, name, kind, quantity)) for c in cases]
+        line = [(n, value) for n, value in values if value is not None]
+        if not line:
+            continue
+        points = [(case.tokens, results.get(case, name, kind)) for case in cases]
+        failed = [n for n, point in points if point and point.error == OUT_OF_MEMORY]
+        end = drawing.plot_line(axes, line, failed, colour, front=label == _FRONT)
+        ends.append(drawing.name_end(end, label, colour, bold=label == _FRONT))
+    return ends
