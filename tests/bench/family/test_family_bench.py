@@ -24,7 +24,7 @@ from longspan.bench.family.cases import (
 )
 from longspan.bench.family.claims import claims
 from longspan.bench.family.contenders import CONTENDERS
-from longspan.bench.family.errors import APPROXIMATE, measure_errors, relative_error
+from longspan.bench.family.errors import APPROXIMATE, DOCUMENTS, measure_errors, relative_error
 from longspan.bench.family.figure import draw
 from longspan.bench.family.rivals import RIVALS
 from longspan.bench.labels import _spread
@@ -124,8 +124,12 @@ def test_errors_vanish_where_nothing_is_left_out() -> None:
     whole |= {"clusterformer": 64, "reformer": 512, "routing": 64}
     assert {*whole, "performer", "bigbird"} == set(APPROXIMATE)
     for name, budget in whole.items():
-        assert relative_error(APPROXIMATE[name](budget, 64), 64, 0.0, 0) < 1e-12, name
-    few, many = (relative_error(APPROXIMATE["performer"](m, 64), 64, 0.97, 0) for m in (8, 4096))
+        for documents in DOCUMENTS.values():
+            assert relative_error(APPROXIMATE[name](budget, 64), 64, documents, 0) < 1e-12, name
+    few, many = (
+        relative_error(APPROXIMATE["performer"](m, 64), 64, DOCUMENTS["alike"], 0)
+        for m in (8, 4096)
+    )
     assert many < few / 3
 
 
@@ -138,10 +142,12 @@ def test_errors_by_budget(errors: dict[str, Any]) -> None:
     found = errors["errors"]
     assert {one["mechanism"] for one in found} == set(APPROXIMATE)
     assert set(APPROXIMATE) <= set(CONTENDERS)
-    for name in set(APPROXIMATE) - {"performer"}:
-        own = [e["error"] for e in found if (e["mechanism"], e["documents"]) == (name, "unrelated")]
+    for name in APPROXIMATE:
+        # Features do not estimate large scores.
+        documents = "weakly scored" if name == "performer" else "unrelated"
+        own = [e["error"] for e in found if (e["mechanism"], e["documents"]) == (name, documents)]
         assert len(own) == 5
-        assert own[-1] < own[0]
+        assert own[-1] < own[0] * (0.5 if name == "performer" else 1.0)
 
 
 def test_tables_and_figure(tmp_path: Path, errors: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 The error of a layer's output, relative to that of dense attention, by what the mechanism may look
 at for a token: keys of a window, in blocks, chunks or clusters, pooled, or features. Weights are
-random. Documents are of two kinds: of tokens that have nothing to do with each other, and of tokens
-that resemble their neighbours, as words do. Computed in float64 on the CPU, whatever is timed.
+random. Documents are of three kinds: of tokens that have nothing to do with each other, of tokens
+that resemble their neighbours, as words do, and of the first kind again with queries and keys half
+as long, which is what features can estimate. Computed in float64 on the CPU, whatever is timed.
 
 Where queries are their own keys (Reformer, Routing), so they are in the dense attention, of unit
 length where the layer's are, and tokens do not see themselves. Centroids come from the document.
@@ -25,8 +26,19 @@ from longspan.layers.observing import refresh
 from longspan.layers.registry import build_attention
 
 HIDDEN, HEADS = 64, 2
-DOCUMENTS = {"unrelated": 0.0, "alike": 0.97}  # how much a token has of the one before it
 _SEEDS = 3
+
+
+class Documents(NamedTuple):
+    kept: float = 0.0  # how much a token has of the one before it
+    spread: float = 1.0  # standard deviation of the entries of queries and keys
+
+
+DOCUMENTS = {
+    "unrelated": Documents(),
+    "alike": Documents(kept=0.97),
+    "weakly scored": Documents(spread=0.5),
+}
 
 
 class Error(NamedTuple):
@@ -88,24 +100,24 @@ def measure_errors(*, quick: bool = False) -> dict[str, Any]:
 
 
 def _errors(tokens: int, budgets: list[int]) -> Iterator[Error]:
-    for documents, kept in DOCUMENTS.items():
+    for name, documents in DOCUMENTS.items():
         for mechanism, setting in APPROXIMATE.items():
             for budget in budgets:
                 found = [
-                    relative_error(setting(budget, tokens), tokens, kept, seed)
+                    relative_error(setting(budget, tokens), tokens, documents, seed)
                     for seed in range(_SEEDS)
                 ]
-                yield Error(mechanism, documents, tokens, budget, sum(found) / _SEEDS)
+                yield Error(mechanism, name, tokens, budget, sum(found) / _SEEDS)
 
 
 @torch.no_grad()
-def relative_error(setting: dict[str, Any], tokens: int, kept: float, seed: int) -> float:
+def relative_error(setting: dict[str, Any], tokens: int, documents: Documents, seed: int) -> float:
     """Of one layer with random weights on one random document."""
     torch.manual_seed(seed)
-    hidden = _document(tokens, kept)
+    hidden = _document(tokens, documents.kept)
     layer: Any = build_attention(HIDDEN, HEADS, setting, bias=False).double()
-    # Entries of variance 1, so that scores have it too.
-    layer.qkv.weight.normal_(std=HIDDEN**-0.5)
+    # Entries of variance 1, so that scores have it too; but for values, times what is wanted.
+    layer.qkv.weight.normal_(std=HIDDEN**-0.5)[:-HIDDEN] *= documents.spread
     layer.train()(hidden)
     refresh(layer)
     exact = _exact(layer.qkv(hidden), setting.get("kind"))

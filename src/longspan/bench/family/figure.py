@@ -47,7 +47,7 @@ def _errors(results: Results) -> Figure | None:
     kinds = list(dict.fromkeys(one["documents"] for one in found))
     if not kinds:
         return None
-    figure = Figure(figsize=(9.6, 3.8))
+    figure = Figure(figsize=(4.8 * len(kinds), 3.8))
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     all_ends = []
     for axes, documents in zip(panels, kinds, strict=True):
