@@ -1,5 +1,6 @@
 """The figures of the family, drawn from a results file alone."""
 
+from itertools import product
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -79,7 +80,7 @@ def _figure(results: Results) -> Figure | None:
     lengths = sorted({case.tokens for case, _, _ in results.points})
     if len(lengths) < 2:
         return None
-    rows = [(causal, kind) for causal in (False, True) for kind in PASSES]
+    rows = list(product((False, True), PASSES))
     figure = Figure(figsize=(9.6, 3.5 * len(rows)))
     panels = figure.subplots(len(rows), 2)
     ends: list[list[End]] = []
