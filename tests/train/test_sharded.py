@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ ENVIRONMENT = {
 }
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str, **more: Any) -> Recipe:
     settings = {
         "model.hidden_dropout_prob": 0.0,
         "model.attention_probs_dropout_prob": 0.0,
@@ -38,6 +39,7 @@ def recipe(name: str) -> Recipe:
         "accumulate": 2,
         "save_every": 3,
         "sample_every": 4,
+        **more,
     }
     made = change(shrink(find(name)), settings)
     return change(made, {"phases": made.to_dict()["phases"][:1]})
@@ -64,6 +66,7 @@ def launch(
     )
 
 
+REVERSIBLE = {"model.reversible": True, "model.half_residual": False}
 NEAR = {
     "compressive-enwik8": {"rtol": 1e-4, "atol": 1e-6},  # AdamW, memories
     # Muon, which computes in bfloat16; evaluated with longer memories than trained with.
@@ -96,13 +99,14 @@ def test_sharded_and_interrupted_a_run_is_the_same(name, near, sharded, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "environment", "message"),
+    ("name", "settings", "environment", "message"),
     [
-        ("rival-dense", {"FSDP_VERSION": "1"}, "set fsdp_version to 2"),
-        ("causal-routing", {}, "layers that keep centroids"),
+        ("rival-dense", {}, {"FSDP_VERSION": "1"}, "set fsdp_version to 2"),
+        ("causal-routing", {}, {}, "layers that keep centroids"),
+        ("causal-reformer", REVERSIBLE, {}, "reversible layers are called half by half"),
     ],
 )
-def test_what_cannot_be_sharded_is_named(name, environment, message, tmp_path):
-    done = launch({tmp_path: recipe(name)}, processes=1, **environment)
+def test_what_cannot_be_sharded_is_named(name, settings, environment, message, tmp_path):
+    done = launch({tmp_path: recipe(name, **settings)}, processes=1, **environment)
     assert done.returncode != 0
     assert message in done.stderr

@@ -50,16 +50,25 @@ class DecoderBlock(nn.Module):
     def forward(
         self, hidden: Tensor, first: int = 0, state: Any = None, keep_state: bool = False
     ) -> Attended:
-        inputs = self.attention_norm(hidden) if self.pre_norm else hidden
-        mixed = self.attention(inputs, first, state, keep_state)
-        hidden = hidden + self.dropout(self.project(mixed.out))
-        if self.pre_norm:
-            hidden = hidden + self._feed_forward(self.feed_forward_norm(hidden))
-        else:
+        mixed = self.mix(hidden, first, state, keep_state)
+        hidden = hidden + mixed.out
+        if not self.pre_norm:
             hidden = self.attention_norm(hidden)
-            hidden = self.feed_forward_norm(hidden + self._feed_forward(hidden))
+        hidden = hidden + self.feed(hidden)
+        if not self.pre_norm:
+            hidden = self.feed_forward_norm(hidden)
         # Not `_replace`, which torch 2.11 cannot trace.
         return Attended(hidden, *mixed[1:])
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return self.dropout(self.down(self.activation_dropout(self.activation(self.up(hidden)))))
+    def mix(
+        self, hidden: Tensor, first: int | Tensor = 0, state: Any = None, keep_state: bool = False
+    ) -> Attended:
+        """What attention adds, and the layer's state."""
+        inputs = self.attention_norm(hidden) if self.pre_norm else hidden
+        mixed = self.attention(inputs, first, state, keep_state)
+        return Attended(self.dropout(self.project(mixed.out)), *mixed[1:])
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """What the feed-forward part adds."""
+        inputs = self.feed_forward_norm(hidden) if self.pre_norm else hidden
+        return self.dropout(self.down(self.activation_dropout(self.activation(self.up(inputs)))))

@@ -9,33 +9,86 @@ last block to the first, computing each once more, with the random numbers it ha
 gradients. Memory does not grow with the number of blocks, and time is that of gradient
 checkpointing. What comes back is what was there, up to rounding.
 
-What a layer notes of its input leaves the stack, too: it has a cost of its own (`auxiliary_loss`),
-whose gradient goes back through the layers below.
+What a layer's own parts learn from leaves the stack, too: what an encoder's layer notes of its
+input and has a cost (`auxiliary_loss`), or the loss that a decoder's layer returns. Its gradient
+goes back through the layers below.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from longspan.layers.block import Block
+from longspan.layers.decoder_block import DecoderBlock
 from longspan.layers.observing import Observing
 
 
-def run_reversible(blocks: Sequence[Block], hidden: Tensor, *about: Any) -> Tensor:
-    """[batch, tokens, dim] through blocks with norms in front, which are told `about` the batch."""
+class Halves(NamedTuple):
+    """A block with norms in front, as two functions of [batch, tokens, dim]."""
+
+    mix: Callable[[Tensor], tuple[Tensor, ...]]  # what attention adds, and what else is to leave
+    feed: Callable[[Tensor], Tensor]  # what the feed-forward part adds
+
+
+def encode(blocks: Sequence[Block], hidden: Tensor, *about: Any) -> Tensor:
+    """[batch, tokens, dim] through an encoder's blocks, which are told `about` the batch."""
+
+    def halves(block: Block) -> Halves:
+        return Halves(lambda given: (block.mix(given, *about), *_noted(block)), block.feed)
+
+    hidden, noted = _through(blocks, [halves(block) for block in blocks], hidden)
+    for block, states in zip(blocks, noted, strict=True):
+        if states:
+            cast(Observing, block.attention).note_again(*states)
+    return hidden
+
+
+def decode(
+    blocks: Sequence[DecoderBlock],
+    hidden: Tensor,
+    first: int | Tensor,
+    states: Sequence[Any],
+    keep_state: bool,
+) -> tuple[Tensor, list[Any], list[Tensor]]:
+    """The same through a decoder's: what comes out, each layer's next state, and losses."""
+    kept: list[Any] = [None] * len(blocks)
+
+    def halves(layer: int) -> Halves:
+        block = blocks[layer]
+
+        def mix(given: Tensor) -> tuple[Tensor, ...]:
+            done = block.mix(given, first, states[layer], keep_state)
+            if kept[layer] is None:  # on the way forward
+                kept[layer] = done.state
+            return (done.out,) if done.loss is None else (done.out, done.loss)
+
+        return Halves(mix, block.feed)
+
+    hidden, losses = _through(blocks, [halves(layer) for layer in range(len(blocks))], hidden)
+    return hidden, kept, [loss for own in losses for loss in own]
+
+
+def _through(
+    blocks: Sequence[nn.Module], halves: Sequence[Halves], hidden: Tensor
+) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """What comes out, and what else leaves each block."""
+    if not torch.is_grad_enabled():
+        first, second, beside, _ = _forward(halves, hidden, hidden, again=False)
+        return (first + second) / 2, beside
     # Of all blocks together, as some may use what others own.
     own = {id(weight): weight for block in blocks for weight in block.parameters()}
     weights = [weight for weight in own.values() if weight.requires_grad]
-    made: Any = _Stack.apply(blocks, about, hidden, hidden, *weights)
-    first, second, *noted = made
-    observing = [block.attention for block in blocks if _noted(block)]
-    for layer, states in zip(observing, noted, strict=True):
-        cast(Observing, layer).note_again(states)
-    return (first + second) / 2
+    counts: list[int] = []
+    made: Any = _Stack.apply(halves, counts, hidden, hidden, *weights)
+    first, second, *rest = made
+    ends = [sum(counts[: layer + 1]) for layer in range(len(counts))]
+    return (first + second) / 2, [
+        tuple(rest[end - count : end]) for count, end in zip(counts, ends, strict=True)
+    ]
 
 
 def _noted(block: Block) -> tuple[Tensor, ...]:
@@ -43,54 +96,65 @@ def _noted(block: Block) -> tuple[Tensor, ...]:
     return block.attention.noted() if isinstance(block.attention, Observing) else ()
 
 
+def _forward(
+    halves: Sequence[Halves], first: Tensor, second: Tensor, *, again: bool
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]], list[tuple["_Again", "_Again"]]]:
+    beside, moments = [], []
+    for mix, feed in halves:
+        mixing = _Again(first) if again else None
+        mixed, *own = mix(second)
+        first = first + mixed
+        feeding = _Again(first) if again else None
+        second = second + feed(first)
+        beside.append(tuple(own))
+        moments.append((mixing, feeding))
+    return first, second, beside, moments
+
+
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
-        blocks: Sequence[Block],
-        about: tuple[Any, ...],
+        halves: Sequence[Halves],
+        counts: list[int],
         first: Tensor,
         second: Tensor,
         *weights: nn.Parameter,
     ) -> tuple[Tensor, ...]:
-        ctx.blocks, ctx.about, ctx.weights, ctx.again = blocks, about, weights, []
-        noted: list[Tensor] = []
-        for block in blocks:
-            mixing = _Again(first)
-            first = first + block.mix(second, *about)
-            noted += _noted(block)
-            feeding = _Again(first)
-            second = second + block.feed(first)
-            ctx.again.append((mixing, feeding))
+        ctx.halves, ctx.weights = halves, weights
+        first, second, beside, ctx.again = _forward(halves, first, second, again=True)
+        counts += [len(own) for own in beside]
         ctx.save_for_backward(first, second)
-        return first, second, *noted
+        return first, second, *(tensor for own in beside for tensor in own)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first, second = ctx.saved_tensors
-        to_first, to_second, *to_noted = gradients
+        to_first, to_second, *to_beside = gradients
         learned: list[Tensor | None] = [None] * len(ctx.weights)
 
-        def back(block: Block, mixes: bool, given: Tensor, gradient: Tensor) -> Any:
+        def back(
+            half: Callable[[Tensor], tuple[Tensor, ...]], given: Tensor, gradient: Tensor
+        ) -> tuple[Tensor, Tensor]:
             """What a half makes of what it is given, and its gradient for that."""
             with torch.enable_grad():
                 given = given.detach().requires_grad_()
-                out = block.mix(given, *ctx.about) if mixes else block.feed(given)
-                noted = _noted(block) if mixes else ()
-                wanted = [gradient, *(to_noted.pop() for _ in noted)]
+                out, *beside = half(given)
+                pairs = [(out, gradient), *((one, to_beside.pop()) for one in beside)]
+                made, wanted = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
                 inputs = [given, *ctx.weights]
-                found = torch.autograd.grad((out, *noted), inputs, wanted, allow_unused=True)
+                found = torch.autograd.grad(made, inputs, wanted, allow_unused=True)
             for place, more in enumerate(found[1:]):
                 known = learned[place]
                 learned[place] = known if more is None else more if known is None else known + more
             return out.detach(), found[0]
 
-        for block, (mixing, feeding) in zip(ctx.blocks[::-1], ctx.again[::-1], strict=True):
+        for (mix, feed), (mixing, feeding) in zip(ctx.halves[::-1], ctx.again[::-1], strict=True):
             with feeding():
-                fed, more = back(block, False, first, to_second)
+                fed, more = back(lambda given, feed=feed: (feed(given),), first, to_second)
             second, to_first = second - fed, to_first + more
             with mixing():
-                mixed, more = back(block, True, second, to_first)
+                mixed, more = back(mix, second, to_first)
             first, to_second = first - mixed, to_second + more
         return None, None, to_first, to_second, *learned
 

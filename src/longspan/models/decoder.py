@@ -15,6 +15,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from longspan.layers.causal import CausalWindow, RelativePositions
 from longspan.layers.decoder_block import DecoderBlock
+from longspan.layers.reversible import decode
 from longspan.models.decoder_config import LongspanDecoderConfig
 from longspan.models.loading import load_weights, read_own, refuse_missing, refuse_stray
 from longspan.models.presets import readable
@@ -162,19 +163,11 @@ class LongspanForCausalLM(PreTrainedModel):
         if self.config.half_residual and torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         hidden = self.dropout(hidden)
-        kept, losses = [], []
-        for layer, block in enumerate(self.layers):
-            before = None if state is None else state.layers[layer]
-            if self.gradient_checkpointing and self.training:
-                done = self._gradient_checkpointing_func(
-                    block.__call__, hidden, first, before, keep_state
-                )
-            else:
-                done = block(hidden, first, before, keep_state)
-            hidden = done.out
-            kept.append(done.state)
-            if done.loss is not None:
-                losses.append(done.loss)
+        states = [None] * len(self.layers) if state is None else state.layers
+        if self.config.reversible:
+            hidden, kept, losses = decode([*self._blocks()], hidden, first, states, keep_state)
+        else:
+            hidden, kept, losses = self._through(hidden, first, states, keep_state)
         if self.norm is not None:
             hidden = self.norm(hidden)
         hidden = self.dropout(hidden)
@@ -192,6 +185,24 @@ class LongspanForCausalLM(PreTrainedModel):
                 loss = loss + auxiliary
         after = DecoderState(first + input_ids.shape[1], tuple(kept)) if keep_state else None
         return LongspanCausalLMOutput(loss, cast(Any, logits), after, auxiliary)
+
+    def _through(
+        self, hidden: Tensor, first: int | Tensor, states: Sequence[Any], keep_state: bool
+    ) -> tuple[Tensor, list[Any], list[Tensor]]:
+        """What the layers make of it, each one's next state, and their losses."""
+        kept, losses = [], []
+        for block, before in zip(self.layers, states, strict=True):
+            if self.gradient_checkpointing and self.training:
+                done = self._gradient_checkpointing_func(
+                    block.__call__, hidden, first, before, keep_state
+                )
+            else:
+                done = block(hidden, first, before, keep_state)
+            hidden = done.out
+            kept.append(done.state)
+            if done.loss is not None:
+                losses.append(done.loss)
+        return hidden, kept, losses
 
     @torch.no_grad()
     def stream(

@@ -28,6 +28,9 @@ class LongspanDecoderConfig(PreTrainedConfig):
         attention_bias, feed_forward_bias: whether these projections have one.
         activation_dropout: inside the feed-forward part; None = `hidden_dropout_prob`.
         half_residual: under autocast, add layers up in half precision rather than in float32.
+        reversible: layers are computed back from the last one's output while training, so that
+            memory does not grow with their number, see `layers/reversible.py`. It needs norms in
+            front, and sums in float32.
     """
 
     model_type = "longspan_decoder"
@@ -48,6 +51,7 @@ class LongspanDecoderConfig(PreTrainedConfig):
     attention_probs_dropout_prob: float = 0.0
     activation_dropout: float | None = None
     half_residual: bool = False
+    reversible: bool = False
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     pad_token_id: int | None = None
@@ -74,6 +78,13 @@ class LongspanDecoderConfig(PreTrainedConfig):
             raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation")
         if self.norm not in NORMS:
             raise ValueError(f"norm={self.norm!r} is unknown; choose from {', '.join(NORMS)}")
+        if self.reversible and not self.pre_norm:
+            raise ValueError("reversible=True needs pre_norm=True: norms stand inside its halves")
+        if self.reversible and self.half_residual:
+            raise ValueError(
+                "reversible=True needs half_residual=False: what is added up in half precision "
+                "cannot be computed back"
+            )
         self.attention = self._per_layer(self.attention)
         super().__post_init__(**kwargs)
 

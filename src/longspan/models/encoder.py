@@ -14,7 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from longspan.layers.block import Block
 from longspan.layers.position import sinusoids, tile_positions
 from longspan.layers.quantized import quantize_layers
-from longspan.layers.reversible import run_reversible
+from longspan.layers.reversible import encode
 from longspan.layers.window import WindowAttention
 from longspan.models.config import LongspanConfig
 from longspan.models.inputs import (
@@ -379,7 +379,7 @@ class LongspanModel(LongspanPreTrainedModel):
                     "a reversible model keeps nothing of the layers on the way: call it without "
                     "output_hidden_states and output_attentions"
                 )
-            hidden, blocks = cast(Any, run_reversible(list(blocks), hidden, *whole)), []
+            hidden, blocks = encode([*blocks], hidden, *whole), []
         for layer, block in enumerate(blocks):
             if shortened and layer == len(self.layers) - self.config.restored_layers:
                 hidden, shortened = _restored(hidden, shortened, before), []

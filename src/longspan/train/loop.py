@@ -282,6 +282,11 @@ def _shard_by_hand(plain: Any, accelerator: Accelerator) -> None:
             "layers that keep centroids need whole weights between steps, and FSDP splits them: "
             "use DDP (distributed_type: MULTI_GPU)"
         )
+    if getattr(plain.config, "reversible", False):
+        raise ValueError(
+            "reversible layers are called half by half, where FSDP gathers no weights: use DDP "
+            "(distributed_type: MULTI_GPU), or checkpointing=true in their place"
+        )
     # Embeddings that make the output too stay gathered until the backward pass is over.
     if plain.get_output_embeddings() is None:
         plugin: Any = accelerator.state.fsdp_plugin
