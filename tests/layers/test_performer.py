@@ -1,8 +1,12 @@
 """Performer's random vectors: kept, drawn anew, or new in every call."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from layers.family import causal_layer, encoder_layer, states
+
+from longspan.layers.observing import refresh
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -35,11 +39,28 @@ def test_fresh_vectors_are_new_in_every_call_of_training_alone():
     assert torch.equal(made.features.projection, before)
 
 
-def test_fresh_vectors_and_a_state_do_not_go_together():
-    made = causal_layer({**SETTING, "fresh": True}).train()
-    with pytest.raises(ValueError, match="train without state, or with fresh=False"):
+def test_vectors_are_redrawn_after_so_many_steps():
+    """By `refresh` alone, which stands between steps, never by a call."""
+    made = encoder_layer({**SETTING, "redraw": 3}).train()
+    seen = []
+    for _ in range(9):
+        made(states(1, 5))
+        refresh(made)
+        seen.append(made.features.projection.clone())
+    changed = [not torch.equal(one, two) for one, two in pairwise(seen)]
+    assert changed == [False, True, False, False, True, False, False, True]
+    assert int(made.features.steps) == 9
+    refresh(plain := encoder_layer(SETTING).train())
+    assert "features.steps" not in plain.state_dict()
+
+
+@pytest.mark.parametrize("changing", [{"fresh": True}, {"redraw": 7}])
+def test_vectors_that_change_and_a_state_do_not_go_together(changing):
+    made = causal_layer({**SETTING, **changing}).train()
+    with pytest.raises(ValueError, match="train without state, or with fresh=False, redraw=0"):
         made(states(1, 5), keep_state=True)
     made(states(1, 5))
+    made.eval()(states(1, 5), keep_state=True)
 
 
 def test_the_state_does_not_grow():
@@ -59,6 +80,8 @@ def test_dropout_falls_on_the_output():
     ("change", "message"),
     [
         ({"features": 0}, "features=0 must be at least 1"),
+        ({"redraw": -1}, "redraw=-1 must be a number of steps"),
+        ({"redraw": 5, "fresh": True}, "redraw=5 must be .* 0 for never, as with fresh=True"),
         ({"kernel": "tanh"}, "kernel='tanh' is unknown; choose from softmax, relu, elu"),
     ],
 )

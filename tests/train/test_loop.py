@@ -28,21 +28,25 @@ from longspan.train.loop import train
 from longspan.train.pace import Pace
 from longspan.train.recipe import Recipe, change
 
-# A window model with staged phases, dropout, Muon and parts; one with memories; and one whose
-# layers keep centroids beside their weights.
+# A window model with staged phases, dropout, Muon and parts; one with memories; and those whose
+# layers keep centroids, or random vectors that change, beside their weights.
 KINDS = {
     "window": "enwik8-small",
     "compressive": "compressive-enwik8",
     "muon": "books",
     "routing": "books",
+    "performer": "books",
+}
+LAYERS = {
+    "routing": {"kind": "routing", "clusters": 3, "size": 4, "decay": 0.5},
+    "performer": {"kind": "performer", "features": 8, "redraw": 2},
 }
 
 
 def recipe(kind="window", steps=4, **changes) -> Recipe:
     small = shrink(find(KINDS[kind]), steps=steps)
-    if kind == "routing":
-        setting = {"kind": "routing", "clusters": 3, "size": 4, "decay": 0.5}
-        small = replace(small, model={**small.model, "attention": setting})
+    if kind in LAYERS:
+        small = replace(small, model={**small.model, "attention": LAYERS[kind]})
     settings = {
         "model.hidden_dropout_prob": 0.2,
         "save_every": 3,

@@ -95,10 +95,15 @@ class Observing(Refreshed):
         states, self._parts = torch.cat(self._parts), ()
         if states.shape[0] > 0:
             self.take_in(states)
-        if dist.is_available() and dist.is_initialized():
-            for module in self.modules():
-                if isinstance(module, Centroids):  # those of the main process, for all
-                    dist.broadcast(module.directions, 0)
+        for module in self.modules():
+            if isinstance(module, Centroids):
+                same_everywhere(module.directions)
+
+
+def same_everywhere(buffer: Tensor) -> None:
+    """That of the main process, in all of a run's."""
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast(buffer, 0)
 
 
 class ObservingDocument(Observing, DocumentAttention):
