@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from longspan.layers.causal import Attended, Cache, CausalAttention
 from longspan.layers.observing import Refreshed
-from longspan.ops.listed import listed_attention
-from longspan.ops.once import made_once
+from longspan.ops.fading import fading_attention
 
 
 class AdaptiveSpanAttention(Refreshed, CausalAttention):
@@ -78,34 +77,13 @@ class AdaptiveSpanAttention(Refreshed, CausalAttention):
         query, key, value = self.project(hidden)
         query, key = self.turned(query, key, first=first)
         known = Cache.join(state, key, value)
-        reach, spans = self.reach, self.spans()
-        tokens = known.key.shape[1]
-        before = tokens - query.shape[1]
-        # Short blocks waste less, long ones take a CPU fewer steps.
-        size = 128 if hidden.is_cuda else min(max(128, reach), 512)
-        size = max(1, min(size, query.shape[1]))
-        listed, seen_first, seen_last = _lists(hidden, before, tokens, size, reach)
-        out = listed_attention(
-            *(query, known.key, known.value, listed[None, None]),
-            size=size,
-            first=seen_first,
-            last=seen_last,
-            spans=spans,
+        spans = self.spans()
+        out = fading_attention(
+            *(query, known.key, known.value, spans),
             ramp=self.ramp,
+            reach=self.reach,
             dropout_p=self.dropout_p,
         )
         loss = self.cost * spans.mean() / max(1, self.longest) if self.training else None
         # The longest possible is kept, as spans may have grown when it is read.
         return Attended(out.flatten(2), known.last(self.longest) if keep_state else None, loss)
-
-
-@made_once
-def _lists(
-    device: torch.device, before: int, tokens: int, size: int, reach: int
-) -> tuple[Tensor, ...]:
-    """For blocks of `size` queries, from token `before` on: keys, and the first and the last query
-    that sees each."""
-    start = torch.arange(before, tokens, size, device=device)[:, None]
-    listed = start + torch.arange(-reach, size, device=device)
-    listed = torch.where((listed >= 0) & (listed < tokens), listed, -1)
-    return listed, listed - before, listed - before + reach

@@ -15,16 +15,15 @@ goes back through the layers below.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from longspan.layers.block import Block
 from longspan.layers.decoder_block import DecoderBlock
 from longspan.layers.observing import Observing
+from longspan.ops.again import Again
 
 
 class Halves(NamedTuple):
@@ -98,13 +97,13 @@ def _noted(block: Block) -> tuple[Tensor, ...]:
 
 def _forward(
     halves: Sequence[Halves], first: Tensor, second: Tensor, *, again: bool
-) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]], list[tuple["_Again", "_Again"]]]:
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]], list[tuple[Again | None, Again | None]]]:
     beside, moments = [], []
     for mix, feed in halves:
-        mixing = _Again(first) if again else None
+        mixing = Again(first) if again else None
         mixed, *own = mix(second)
         first = first + mixed
-        feeding = _Again(first) if again else None
+        feeding = Again(first) if again else None
         second = second + feed(first)
         beside.append(tuple(own))
         moments.append((mixing, feeding))
@@ -157,24 +156,3 @@ class _Stack(torch.autograd.Function):
                 mixed, more = back(mix, second, to_first)
             first, to_second = first - mixed, to_second + more
         return None, None, to_first, to_second, *learned
-
-
-class _Again:
-    """The random numbers and the precision of now, for later."""
-
-    def __init__(self, like: Tensor) -> None:
-        kind = like.device.type
-        self.autocast = {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-        }
-        self.host = torch.get_rng_state()
-        self.devices, self.states = get_device_states(like)
-
-    @contextmanager
-    def __call__(self) -> Any:
-        with torch.random.fork_rng(devices=self.devices), torch.autocast(**self.autocast):
-            torch.set_rng_state(self.host)
-            set_device_states(self.devices, self.states)
-            yield

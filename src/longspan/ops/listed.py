@@ -8,18 +8,17 @@ grow with it.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from longspan.ops import listed_fused
 from longspan.ops.listed_fused import Asked, serves
 from longspan.ops.operator import operator
+from longspan.ops.pieces import in_pieces
 from longspan.ops.window.dropout import GOLDEN, WORD, mix
 
 # Scores that are computed at a time, over all batch rows and heads. A CPU wants all that belongs
@@ -89,19 +88,11 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
         together = max(1, _CPU_SCORES // each)
     else:
         together = max(1, _SCORES // each, blocks // _TIMES)
-    call = _Call(asked, together)
+    pieces = [
+        _Blocks(slice(first, first + together), asked) for first in range(0, blocks, together)
+    ]
     learned = () if asked.spans is None else (asked.spans,)
-    if together >= blocks:
-        out = _few(q, k, v, call, slice(0, blocks), *learned)
-    elif torch.compiler.is_compiling():
-        # The compiler cannot look into what `_Pieces` does backward.
-        parts = [
-            checkpoint(_few, q[:, :, own], k, v, call, own, *learned, use_reentrant=False)
-            for own in call.pieces()
-        ]
-        out = torch.cat(parts, 2)
-    else:
-        out = _Pieces.apply(q, k, v, call, *learned)
+    out = in_pieces(pieces, 2, q, k, v, *learned, random=asked.dropout_p > 0)
     return out.flatten(2, 3)[:, :, :queries].transpose(1, 2)
 
 
@@ -119,158 +110,75 @@ def _key_by_key(asked: Asked, key: Tensor) -> Asked:
     return asked._replace(listed=listed, width=1, first=first, last=last, valid=None)
 
 
-class _Call(NamedTuple):
-    """What is asked of so many blocks at a time."""
+class _Blocks(NamedTuple):
+    """Neighbouring blocks of queries, and what they are asked: a `Piece` of [batch, heads, blocks,
+    size, head_dim]."""
 
+    own: slice
     asked: Asked
-    together: int
 
-    def pieces(self) -> Iterator[slice]:
-        for first in range(0, self.asked.listed.shape[2], self.together):
-            yield slice(first, first + self.together)
-
-
-class _Pieces(torch.autograd.Function):
-    """Piece after piece, and backward each once more. They add to one gradient of all keys, where
-    torch's own would be one for every piece."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, *learned: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value, *learned)
-        ctx.call, ctx.random = call, None
-        if call.asked.dropout_p > 0:  # the same weights have to be dropped again
-            ctx.random = _generator(query.device).get_rng_state()
-        out = torch.empty_like(query)
-        for own in call.pieces():
-            out[:, :, own] = _few(query[:, :, own], key, value, call, own, *learned)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        query, key, value, *learned = ctx.saved_tensors
-        call: _Call = ctx.call
-        learned = [t.detach().requires_grad_() for t in learned]
-        by_query = torch.empty_like(query)
-        # A key may be in many lists: its gradient is a long sum.
-        sums = [t.new_zeros(t.shape, dtype=_wide(t)) for t in (key, value, *learned)]
-        with _random_again(query.device, ctx.random):
-            for own in call.pieces():
-                at = _places(call.asked.listed[:, :, own], key)
-                q, k, v = leaves = [
-                    t.detach().requires_grad_()
-                    for t in (query[:, :, own], _take(key, at), _take(value, at))
-                ]
-                with torch.enable_grad():
-                    out = _attend(q, k, v, call, own, *learned)
-                found = torch.autograd.grad(out, [*leaves, *learned], gradient[:, :, own])
-                by_query[:, :, own] = found[0]
-                for total, more in zip(sums[:2], found[1:3], strict=True):
-                    _add(total, at, more)
-                for total, more in zip(sums[2:], found[3:], strict=True):
-                    total += more
-        found = [total.to(t.dtype) for total, t in zip(sums, (key, value, *learned), strict=True)]
-        return by_query, found[0], found[1], None, *found[2:]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _generator(device: torch.device) -> Any:
-    """The module that knows the state of the device's random numbers."""
-    return torch if device.type == "cpu" else torch.get_device_module(device)
-
-
-@contextmanager
-def _random_again(device: torch.device, state: Tensor | None) -> Iterator[None]:
-    """Random numbers as they came after `state`, and then as if nobody had drawn them."""
-    module = _generator(device)
-    now = None if state is None else module.get_rng_state()
-    try:
-        if state is not None:
-            module.set_rng_state(state)
-        yield
-    finally:
-        if now is not None:
-            module.set_rng_state(now)
-
-
-def _few(
-    query: Tensor, key: Tensor, value: Tensor, call: _Call, own: slice, *learned: Tensor
-) -> Tensor:
-    """[batch, heads, blocks, size, head_dim] of queries shaped so, and all keys and values."""
-    at = _places(call.asked.listed[:, :, own], key)
-    return _attend(query, _take(key, at), _take(value, at), call, own, *learned)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, call: _Call, own: slice, *learned: Tensor
-) -> Tensor:
-    """The same of the keys and values that are listed, [batch, heads, blocks, count, head_dim]."""
-    batch, heads, blocks = query.shape[:3]
-    asked = call.asked
-    there = (asked.listed[:, :, own] >= 0)[..., None, :]
-    bias = None
-    if asked.first is not None and asked.last is not None:
-        begin, size = own.start * asked.size, asked.size
-        place = torch.arange(begin, begin + blocks * size, device=query.device)
-        place = place.view(blocks, size, 1)
-        distance = place - asked.first[own, None]
-        there = there & (distance >= 0) & (place <= asked.last[own, None])
-        for spans in learned:
-            left = asked.ramp + spans.to(_wide(spans))[:, None, None, None] - distance
-            there = there & (left > 0)
-            # Where nothing is left the logarithm must not be asked for, not even for a gradient.
-            left = torch.where(there, (left / asked.ramp).clamp(max=1.0), 1.0)
-            bias = left.log().to(query.dtype)
-    blank = ~there.any(-1, keepdim=True)
-    mask = there | blank  # a row that sees nothing would be NaN
-    if bias is not None:
-        mask = bias.masked_fill(~mask, -torch.inf).masked_fill(blank, 0.0)
-    if mask.shape[0] > 1 or mask.shape[1] > 1:
-        mask = mask.expand(batch, heads, *mask.shape[2:])
-    else:
-        mask = mask.expand(1, 1, *mask.shape[2:])
-    # Backward nobody says which precision forward was asked for.
-    with torch.autocast(query.device.type, enabled=False):
-        out = scaled_dot_product_attention(
-            *(t.flatten(0, 1) for t in (query, key, value)),
-            attn_mask=mask.flatten(0, 1),
-            dropout_p=asked.dropout_p,
-            scale=asked.scale,
+    def take(self, *states: Tensor) -> tuple[Tensor, ...]:
+        """[batch, heads, keys, head_dim] -> [batch, heads, blocks, count, head_dim], each."""
+        at = self._places(states[0])
+        if at.dim() == 2:
+            return tuple(t.index_select(2, at.flatten()).unflatten(2, at.shape) for t in states)
+        return tuple(
+            t.flatten(0, 2).index_select(0, at.flatten()).unflatten(0, at.shape) for t in states
         )
-    return out.unflatten(0, (batch, heads)).masked_fill(blank, 0.0)
 
+    def add(self, totals: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        at = self._places(totals[0])
+        for total, own in zip(totals, more, strict=True):
+            if at.dim() == 2:
+                total.index_add_(2, at.flatten(), own.flatten(2, 3).to(total.dtype))
+            else:
+                total.flatten(0, 2).index_add_(0, at.flatten(), own.flatten(0, 3).to(total.dtype))
 
-def _places(listed: Tensor, states: Tensor) -> Tensor:
-    """Where to find what is listed: one list [blocks, count] of keys for all batch rows and heads,
-    or [batch, heads, blocks, count], counted through all of theirs."""
-    at = listed.clamp(min=0)
-    if at.shape[:2] == (1, 1):
-        return at[0, 0]
-    batch, heads, keys = states.shape[:3]
-    row = torch.arange(batch * heads, device=at.device).view(batch, heads, 1, 1)
-    return row * keys + at
+    def _places(self, states: Tensor) -> Tensor:
+        """Where to find what is listed: one list [blocks, count] of keys for all batch rows and
+        heads, or [batch, heads, blocks, count], counted through all of theirs."""
+        at = self.asked.listed[:, :, self.own].clamp(min=0)
+        if at.shape[:2] == (1, 1):
+            return at[0, 0]
+        batch, heads, keys = states.shape[:3]
+        row = torch.arange(batch * heads, device=at.device).view(batch, heads, 1, 1)
+        return row * keys + at
 
-
-def _take(states: Tensor, at: Tensor) -> Tensor:
-    """[batch, heads, keys, head_dim] -> [batch, heads, blocks, count, head_dim]."""
-    if at.dim() == 2:
-        return states.index_select(2, at.flatten()).unflatten(2, at.shape)
-    return states.flatten(0, 2).index_select(0, at.flatten()).unflatten(0, at.shape)
-
-
-def _add(states: Tensor, at: Tensor, more: Tensor) -> None:
-    """The other way round, to contiguous states."""
-    if at.dim() == 2:
-        states.index_add_(2, at.flatten(), more.flatten(2, 3).to(states.dtype))
-    else:
-        states.flatten(0, 2).index_add_(0, at.flatten(), more.flatten(0, 3).to(states.dtype))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
+        batch, heads, blocks = query.shape[:3]
+        asked, own = self.asked, self.own
+        there = (asked.listed[:, :, own] >= 0)[..., None, :]
+        bias = None
+        if asked.first is not None and asked.last is not None:
+            begin, size = own.start * asked.size, asked.size
+            place = torch.arange(begin, begin + blocks * size, device=query.device)
+            place = place.view(blocks, size, 1)
+            distance = place - asked.first[own, None]
+            there = there & (distance >= 0) & (place <= asked.last[own, None])
+            for spans in learned:
+                spans = spans.to(torch.promote_types(spans.dtype, torch.float32))
+                left = asked.ramp + spans[:, None, None, None] - distance
+                there = there & (left > 0)
+                # No logarithm, and no gradient of it, where nothing is left.
+                left = torch.where(there, (left / asked.ramp).clamp(max=1.0), 1.0)
+                bias = left.log().to(query.dtype)
+        blank = ~there.any(-1, keepdim=True)
+        mask = there | blank  # a row that sees nothing would be NaN
+        if bias is not None:
+            mask = bias.masked_fill(~mask, -torch.inf).masked_fill(blank, 0.0)
+        if mask.shape[0] > 1 or mask.shape[1] > 1:
+            mask = mask.expand(batch, heads, *mask.shape[2:])
+        else:
+            mask = mask.expand(1, 1, *mask.shape[2:])
+        # Backward nobody says which precision forward was asked for.
+        with torch.autocast(query.device.type, enabled=False):
+            out = scaled_dot_product_attention(
+                *(t.flatten(0, 1) for t in (query, key, value)),
+                attn_mask=mask.flatten(0, 1),
+                dropout_p=asked.dropout_p,
+                scale=asked.scale,
+            )
+        return out.unflatten(0, (batch, heads)).masked_fill(blank, 0.0)
 
 
 def tokens_of(blocks: Tensor, size: int, tokens: int) -> Tensor:

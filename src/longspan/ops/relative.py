@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
+from longspan.ops.pieces import in_pieces
 from longspan.ops.relative_fused import Asked, attend, serves
 from longspan.ops.window.pattern import check_dilation, check_scale
 
@@ -173,57 +173,57 @@ def _blocks(
 ) -> Tensor:
     queries, tokens = query.shape[1], key.shape[1]
     size = min(max(_BLOCK, left), _LARGEST_BLOCK)
-    again = torch.is_grad_enabled() and queries > size
-    parts = []
+    pieces = []
     for begin in range(0, queries, size):
         end = min(begin + size, queries)
-        first = tokens - queries + begin  # the block's first query, among the keys
-        low, high = max(0, first - left), tokens - queries + end
-        arguments = (
-            *(query[:, begin:end], key[:, low:high], value[:, low:high], relative),
-            *(hidden if low == 0 else None, left, dropout_p, scale),
+        low = max(0, tokens - queries + begin - left)
+        keys = slice(low, tokens - queries + end)
+        about = (hidden if low == 0 else None, left, dropout_p, scale)
+        pieces.append(_Block(slice(begin, end), keys, *about))
+    learned = () if relative is None else [t for t in relative if t is not None]
+    return in_pieces(pieces, 1, query, key, value, *learned, random=dropout_p > 0)
+
+
+class _Block(NamedTuple):
+    """Dense attention of a few queries, the last tokens, within the band: a `Piece`."""
+
+    own: slice
+    keys: slice
+    hidden: Tensor | None  # [batch]: rows whose first key is made up
+    left: int
+    dropout_p: float
+    scale: float
+
+    def take(self, *states: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t[:, self.keys] for t in states)
+
+    def add(self, totals: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        for total, own in zip(totals, more, strict=True):
+            total[:, self.keys] += own
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
+        queries, tokens = query.shape[1], key.shape[1]
+        position = torch.arange(tokens, device=query.device)
+        distance = position[tokens - queries :, None] - position
+        visible = None
+        if queries > 1 or tokens - 1 > self.left:
+            visible = (distance >= 0) & (distance <= self.left)
+        if self.hidden is not None:
+            # Made-up queries may see it: a row that sees nothing would be NaN.
+            real = ~self.hidden[:, None, None] | (position > 0) | (distance == 0)
+            visible = real if visible is None else visible & real
+            visible = visible[:, None]
+        mask = visible
+        if learned:
+            relative = Relative(*learned)
+            mask = relative_shift(relative.scores(query, tokens) * self.scale)
+            if visible is not None:
+                mask = mask.masked_fill(~visible, -torch.inf)
+            query = query + relative.content_bias.to(query.dtype)
+        attended = scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (query, key, value)),
+            attn_mask=mask,
+            dropout_p=self.dropout_p,
+            scale=self.scale,
         )
-        parts.append(
-            checkpoint(_block, *arguments, use_reentrant=False) if again else _block(*arguments)
-        )
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    relative: Relative | None,
-    hidden: Tensor | None,
-    left: int,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """Dense attention of a few queries, the last tokens, within the band; [batch, queries, ...].
-
-    `hidden` [batch] marks rows whose first key is made up.
-    """
-    queries, tokens = query.shape[1], key.shape[1]
-    position = torch.arange(tokens, device=query.device)
-    distance = position[tokens - queries :, None] - position
-    visible = None
-    if queries > 1 or tokens - 1 > left:
-        visible = (distance >= 0) & (distance <= left)
-    if hidden is not None:
-        # Made-up queries may see it: a row that sees nothing would be NaN.
-        real = ~hidden[:, None, None] | (position > 0) | (distance == 0)
-        visible = real if visible is None else visible & real
-        visible = visible[:, None]
-    mask = visible
-    if relative is not None:
-        mask = relative_shift(relative.scores(query, tokens) * scale)
-        if visible is not None:
-            mask = mask.masked_fill(~visible, -torch.inf)
-        query = query + relative.content_bias.to(query.dtype)
-    attended = scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (query, key, value)),
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        scale=scale,
-    )
-    return attended.transpose(1, 2)
+        return attended.transpose(1, 2)

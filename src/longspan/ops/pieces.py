@@ -1,0 +1,111 @@
+"""Attention piece by piece, each computed once more in the backward pass: memory of one piece.
+
+Torch's checkpoints would do that, too, but return for every piece a gradient of all keys, nearly
+all of it zeros, which takes time as the square of the text. Here pieces add to one.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from longspan.ops.again import Again
+
+
+class Piece(Protocol):
+    """Some queries, and the keys and values that these look at."""
+
+    @property
+    def own(self) -> slice:
+        """Its queries, along the dimension that is cut."""
+        ...
+
+    def take(self, *states: Tensor) -> tuple[Tensor, ...]:
+        """Its keys and values, of all."""
+        ...
+
+    def add(self, totals: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        """What belongs to those that `take` took, to contiguous tensors of all."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
+        """What comes out for its queries, shaped as these."""
+        ...
+
+
+def in_pieces(
+    pieces: Sequence[Piece],
+    dim: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *learned: Tensor,
+    random: bool,
+) -> Tensor:
+    """What all pieces make of queries that are cut along `dim`, shaped as these; differentiable
+    once. `learned` is what else has gradients; `random`: they draw numbers."""
+    tensors = query, key, value, *learned
+    if len(pieces) == 1:
+        return _attend(pieces[0], dim, *tensors)
+    if torch.compiler.is_compiling():  # it cannot look into what `_Pieces` does backward
+        parts = [checkpoint(_attend, one, dim, *tensors, use_reentrant=False) for one in pieces]
+        return torch.cat(parts, dim)
+    return _Pieces.apply(pieces, dim, random, *tensors)
+
+
+def _attend(
+    piece: Piece, dim: int, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor
+) -> Tensor:
+    own = _cut(query, dim, piece)
+    return piece.attend(own, *piece.take(key, value), *learned)
+
+
+def _cut(tensor: Tensor, dim: int, piece: Piece) -> Tensor:
+    return tensor[(slice(None),) * dim + (piece.own,)]
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pieces: Sequence[Piece], dim: int, random: bool, query: Tensor, *others: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(query, *others)
+        ctx.pieces, ctx.dim, ctx.again = pieces, dim, Again(query, random=random)
+        out = torch.empty_like(query)
+        for piece in pieces:
+            _cut(out, dim, piece)[...] = _attend(piece, dim, query, *others)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, *learned = ctx.saved_tensors
+        learned = [t.detach().requires_grad_() for t in learned]
+        by_query = torch.empty_like(query)
+        # A key may be in many pieces: its gradient is a long sum.
+        sums = [t.new_zeros(t.shape, dtype=_wide(t)) for t in (key, value, *learned)]
+        with ctx.again():
+            for piece in ctx.pieces:
+                own = _cut(query, ctx.dim, piece), *piece.take(key, value)
+                leaves = [t.detach().requires_grad_() for t in own]
+                with torch.enable_grad():
+                    out = piece.attend(*leaves, *learned)
+                found = torch.autograd.grad(
+                    out, [*leaves, *learned], _cut(gradient, ctx.dim, piece), allow_unused=True
+                )
+                _cut(by_query, ctx.dim, piece)[...] = found[0]
+                piece.add(sums[:2], found[1:3])
+                for total, more in zip(sums[2:], found[3:], strict=True):
+                    if more is not None:
+                        total += more
+        tensors = key, value, *learned
+        found = [total.to(t.dtype) for total, t in zip(sums, tensors, strict=True)]
+        return None, None, None, by_query, *found
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

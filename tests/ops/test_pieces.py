@@ -1,0 +1,87 @@
+"""Attention piece by piece, as the operations that are made of it have it."""
+
+import pytest
+import torch
+
+from longspan.ops import fading, listed, relative
+from longspan.ops.fading import fading_attention
+from longspan.ops.listed import listed_attention
+from longspan.ops.relative import Relative, banded_attention
+
+DTYPE = torch.float64
+
+
+def by_fading(query, key, value, dropout_p=0.0):
+    spans = torch.tensor([3.3, 9.0], dtype=DTYPE)
+    return fading_attention(query, key, value, spans, ramp=4, reach=12, dropout_p=dropout_p)
+
+
+def by_positions(query, key, value, dropout_p=0.0):
+    torch.manual_seed(2)
+    table = Relative(*(torch.randn(*shape, dtype=DTYPE) for shape in ((13, 2, 4), (2, 4), (2, 4))))
+    return banded_attention(query, key, value, left=12, relative=table, dropout_p=dropout_p)
+
+
+def by_lists(query, key, value, dropout_p=0.0):
+    blocks = torch.arange(10)[:, None] * 4 + torch.arange(-8, 4)
+    blocks = torch.where((blocks >= 0) & (blocks < key.shape[1]), blocks, -1)
+    return listed_attention(query, key, value, blocks[None, None], size=4, dropout_p=dropout_p)
+
+
+OPERATIONS = pytest.mark.parametrize("operation", [by_fading, by_positions, by_lists])
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(fading, "_BLOCK", 8)
+    monkeypatch.setattr(relative, "_BLOCK", 8)
+    monkeypatch.setattr(relative, "_LARGEST_BLOCK", 8)
+    for name in ("_CPU_SCORES", "_SCORES"):
+        monkeypatch.setattr(listed, name, 100)
+    monkeypatch.setattr(listed, "_TIMES", 10**9)
+
+
+def problem(batch=1):
+    torch.manual_seed(0)
+    return (torch.randn(batch, 40, 2, 4, dtype=DTYPE, requires_grad=True) for _ in range(3))
+
+
+@OPERATIONS
+def test_what_was_dropped_is_dropped_again(operation):
+    """An output is linear in the values: the same weights have to be in both passes. Whoever draws
+    numbers next finds them where they were."""
+    query, key, value = problem()
+    out = operation(query, key, value, dropout_p=0.4)
+    weight = torch.randn_like(out)
+    forward, before = (out * weight).sum(), torch.get_rng_state()
+    (gradient,) = torch.autograd.grad(forward, value)
+    torch.testing.assert_close((gradient * value).sum(), forward)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(out, operation(query, key, value))
+
+
+@OPERATIONS
+def test_what_is_not_asked_for_may_be_left_out(operation):
+    """Values alone learn, or nobody does."""
+    query, key, value = problem()
+    wanted = torch.autograd.grad(operation(query, key, value).square().sum(), value)
+    query, key = query.detach(), key.detach()
+    out = operation(query, key, value)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), value), wanted)
+    with torch.no_grad():
+        assert torch.equal(operation(query, key, value), out)
+
+
+@OPERATIONS
+def test_the_backward_pass_has_the_precision_of_the_forward_pass(operation):
+    """It runs outside of the autocast that the forward pass ran in."""
+    found = []
+    for inside in (True, False):
+        query, key, value = problem()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = operation(query.float(), key.float(), value.float())
+            if inside:
+                found.append(torch.autograd.grad(out.float().square().sum(), value))
+        if not inside:
+            found.append(torch.autograd.grad(out.float().square().sum(), value))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
