@@ -121,14 +121,16 @@ def test_chunks_against_a_mask(
     tokens=st.integers(1, 30),
     rounds=st.integers(1, 3),
     size=st.integers(1, 9),
+    chunk=st.integers(1, 9),
     self_last=st.booleans(),
     of=st.integers(1, 6),
     together=st.sampled_from([1, 2**23]),
 )
-def test_causally_against_a_mask(tokens, rounds, size, self_last, of, together):
+def test_causally_against_a_mask(tokens, rounds, size, chunk, self_last, of, together):
     tensors, clusters = problem(tokens, rounds, of=of)
     with pytest.MonkeyPatch.context() as patch:
         at_a_time(patch, together)
+        patch.setattr(plain, "_CAUSAL", chunk)
         compare(tensors, clusters, size=size, causal=True, self_last=self_last)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from longspan.analyze.arena import CITED, OTHERS, PUBLISHED, margin
 from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES
-from longspan.bench.family.cases import ENCODERS, MATCHED
+from longspan.bench.family.cases import ENCODERS
 from longspan.bench.family.claims import worst_share
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.family.rivals import RIVALS
@@ -174,7 +174,7 @@ def _figures(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
 def _rivals(results: dict[str, Results]) -> Iterator[list[str]]:
     yield ["ours", "theirs", *(f"{DEVICES[d]}, {kind}" for d in results for kind in PASSES)]
     for name, rival in RIVALS.items():
-        ours = _label("routing" if rival.ours in MATCHED else rival.ours)
+        ours = _label(rival.ours.removesuffix("-matched"))
         cells = []
         for one in results.values():
             for kind in PASSES:

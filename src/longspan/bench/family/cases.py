@@ -46,10 +46,12 @@ _BESIDE = {
     "reformer": ("reformer-pytorch", "transformers-reformer"),
     "routing": ("routing-matched", "routing-transformer"),
     "causal-performer": ("causal-performer-pytorch",),
+    "causal-reformer": ("causal-reformer-pytorch", "causal-transformers-reformer"),
+    "causal-routing": ("causal-routing-matched", "causal-routing-transformer"),
 }
-MATCHED = ("routing-matched",)
-ENCODER_RIVALS, DECODER_RIVALS = (
-    tuple(name for kind in kinds for name in _BESIDE.get(kind, ()) if name not in MATCHED)
+MATCHED = ("routing-matched", "causal-routing-matched")
+BESIDE_ENCODERS, BESIDE_DECODERS = (
+    tuple(name for kind in kinds for name in _BESIDE.get(kind, ()))
     for kinds in (ENCODERS, DECODERS)
 )
 

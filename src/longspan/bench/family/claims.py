@@ -4,7 +4,7 @@ in memory, and none much slower than the best public implementation."""
 from collections.abc import Iterator
 
 from longspan.bench.benchmark import PASSES, Claim, Pass, ratio
-from longspan.bench.family.cases import DECODERS, ENCODERS, ROOT, FamilyCase
+from longspan.bench.family.cases import BESIDE_DECODERS, DECODERS, ENCODERS, ROOT, FamilyCase
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.family.rivals import RIVALS
 from longspan.bench.store import Results
@@ -25,7 +25,7 @@ def _against_rivals(results: Results) -> Iterator[Claim]:
             found = worst_share(results, name, kind)
             if found is not None:
                 worst, tokens = found
-                ours = "causal " if rival.ours in DECODERS else ""
+                ours = "causal " if name in BESIDE_DECODERS else ""
                 ours += CONTENDERS[rival.ours].label
                 text = f"our {ours}: time over that of {rival.label}, {kind}, {tokens:,} tokens"
                 yield Claim(text, _RIVAL, worst, at_least=False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.benchmark import Contenders, Workload
-from longspan.bench.family.cases import DECODERS, FamilyCase
+from longspan.bench.family.cases import FamilyCase
 from longspan.bench.family.rivals import RIVALS, ROUNDS
 from longspan.layers.causal import Attended
 from longspan.layers.registry import build_attention, build_causal_attention
@@ -105,6 +105,7 @@ MECHANISMS = {
         waits=True,
     ),
     "causal-routing": Mechanism("Routing", _routing, waits=True),
+    "causal-routing-matched": Mechanism("Routing, as its rival", _routing_matched, waits=True),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
 }
 
@@ -129,7 +130,7 @@ def _build(name: str, case: FamilyCase, device: torch.device) -> Workload:
     if not setting:
         layer: nn.Module = Dense(case.hidden, case.heads)
     else:
-        make = build_causal_attention if name in DECODERS else build_attention
+        make = build_causal_attention if case.causal else build_attention
         layer = make(case.hidden, case.heads, setting)
     return _workload(layer, case, device, MECHANISMS[name].waits)
 

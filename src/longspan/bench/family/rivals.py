@@ -38,13 +38,13 @@ def _without_output(module: Any) -> nn.Module:
     return module
 
 
-def _performer(case: FamilyCase, causal: bool = False) -> nn.Module:
+def _performer(case: FamilyCase) -> nn.Module:
     from performer_pytorch import SelfAttention  # pyright: ignore[reportMissingImports]
 
     return _without_output(
         SelfAttention(
             case.hidden,
-            causal=causal,
+            causal=case.causal,
             heads=case.heads,
             dim_head=case.hidden // case.heads,
             nb_features=case.reach // 2,
@@ -65,7 +65,11 @@ def _reformer(case: FamilyCase) -> nn.Module:
     from reformer_pytorch import LSHSelfAttention  # pyright: ignore[reportMissingImports]
 
     made = LSHSelfAttention(
-        case.hidden, heads=case.heads, bucket_size=case.reach // 8, n_hashes=ROUNDS
+        case.hidden,
+        causal=case.causal,
+        heads=case.heads,
+        bucket_size=case.reach // 8,
+        n_hashes=ROUNDS,
     )
     return _without_output(made)
 
@@ -75,13 +79,13 @@ def _routing(case: FamilyCase) -> nn.Module:
         SelfAttention,
     )
 
-    window = min(case.tokens, case.reach // 2)
-    made = _without_output(
-        SelfAttention(
-            case.hidden, 1, case.tokens, case.heads, local_attn_heads=0, window_size=window
-        )
+    made = SelfAttention(
+        *(case.hidden, 1, case.tokens, case.heads),
+        causal=case.causal,
+        local_attn_heads=0,
+        window_size=min(case.tokens, case.reach // 2),
     )
-    return _First(made)  # a loss beside it
+    return _First(_without_output(made))  # a loss beside it
 
 
 def _transformers_bigbird(case: FamilyCase) -> nn.Module:
@@ -132,7 +136,7 @@ def _transformers_reformer(case: FamilyCase) -> nn.Module:
         num_hashes=ROUNDS,
         num_buckets=_buckets(case.tokens // chunk),
         max_position_embeddings=case.tokens,
-        is_decoder=False,
+        is_decoder=case.causal,
         lsh_attention_probs_dropout_prob=0.0,
     )
     return _First(LSHSelfAttention(config))
@@ -151,10 +155,7 @@ ROUNDS = 4  # of hashing
 RIVALS = {
     "performer-pytorch": Rival("performer-pytorch", "performer", "performer_pytorch", _performer),
     "causal-performer-pytorch": Rival(
-        "performer-pytorch",
-        "causal-performer",
-        "performer_pytorch",
-        lambda case: _performer(case, causal=True),
+        "performer-pytorch", "causal-performer", "performer_pytorch", _performer
     ),
     "linformer-package": Rival("linformer (package)", "linformer", "linformer", _linformer),
     "transformers-bigbird": Rival(
@@ -164,7 +165,16 @@ RIVALS = {
     "transformers-reformer": Rival(
         "transformers Reformer", "reformer", "transformers", _transformers_reformer
     ),
+    "causal-reformer-pytorch": Rival(
+        "reformer-pytorch", "causal-reformer", "reformer_pytorch", _reformer
+    ),
+    "causal-transformers-reformer": Rival(
+        "transformers Reformer", "causal-reformer", "transformers", _transformers_reformer
+    ),
     "routing-transformer": Rival(
         "routing-transformer", "routing-matched", "routing_transformer", _routing
+    ),
+    "causal-routing-transformer": Rival(
+        "routing-transformer", "causal-routing-matched", "routing_transformer", _routing
     ),
 }

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from longspan.bench.benchmark import PASSES
 from longspan.bench.drawing import spoken
-from longspan.bench.family.cases import DECODER_RIVALS, DECODERS, ENCODER_RIVALS, ENCODERS, MATCHED
+from longspan.bench.family.cases import BESIDE_DECODERS, BESIDE_ENCODERS, DECODERS, ENCODERS
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.report import make_table, refusal
 from longspan.bench.store import Results
@@ -14,8 +14,8 @@ from longspan.bench.store import Results
 
 def tables(results: Results) -> Iterator[Table]:
     for causal, names in (
-        (False, ENCODERS + MATCHED + ENCODER_RIVALS),
-        (True, DECODERS + DECODER_RIVALS),
+        (False, ENCODERS + BESIDE_ENCODERS),
+        (True, DECODERS + BESIDE_DECODERS),
     ):
         cases = sorted(
             {case for case, _, _ in results.points if case.causal == causal},

@@ -21,6 +21,9 @@ from longspan.ops.clustered import rounds
 # launched, so there are no more than some of them.
 _SCORES = 2**23
 _TIMES = 16
+# Tokens in a chunk of causal attention. In longer ones more keys are scored that are out of reach,
+# with shorter ones products are too small.
+_CAUSAL = 64
 
 
 class How(NamedTuple):
@@ -55,8 +58,11 @@ def clustered(
     """`clustered_attention` of as many queries as keys."""
     clusters = clusters.expand(-1, -1, query.shape[2], -1)
     if causal or clusters.shape[3] > 1:
-        reach, before = (size, 1) if causal else (before, before)
-        asked = rounds.Asked(size, before, reach, self_last, dropout_p, scale)
+        chunk, reach = size, before
+        if causal:  # a window in the sorted order, whatever the chunks
+            chunk, reach = min(size, _CAUSAL), size
+            before = -(-reach // chunk)
+        asked = rounds.Asked(chunk, before, reach, self_last, dropout_p, scale)
         out = rounds.attend(query, key, value, clusters, causal=causal, valid=valid, asked=asked)
     else:
         how = How(before, self_last, dropout_p, scale)

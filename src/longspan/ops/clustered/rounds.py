@@ -78,7 +78,7 @@ def _lay_out(clusters: Tensor, causal: bool, valid: Tensor | None, asked: Asked)
     slot = torch.empty_like(order)
     slot.scatter_(-1, order, torch.arange(tokens, device=device).expand_as(order))
     # Causally, tokens of different clusters are kept further apart than the reach.
-    mark = slot + cluster * (size + 1) if causal else slot // size
+    mark = slot + cluster * (asked.reach + 1) if causal else slot // size
     small = not causal and chunks < torch.iinfo(torch.int16).max
     mark = mark.to(torch.int16 if small else torch.int32)
     row = torch.arange(batch, device=device)[:, None, None]
