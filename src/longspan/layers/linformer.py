@@ -48,20 +48,24 @@ class Reduction(nn.Module):
             # Padding would otherwise be mixed into what stands for the document.
             key, value = (t.masked_fill(~valid[..., None, None], 0.0) for t in (key, value))
         if self.kind == "linear":
-            assert self.weight is not None
-            weights = self.weight[0], self.weight[-1]
-            return project_tokens(key, weights[0]), project_tokens(value, weights[1]), None
+            first, last = self._matrices()
+            return project_tokens(key, first), project_tokens(value, last), None
         visible = None if valid is None else count_tokens(key, self.size, valid) > 0
         if visible is not None:
             # A row of padding alone: its output is dropped, but must not be NaN before that.
             visible = visible | ~visible.any(dim=1, keepdim=True)
         if self.weight is None:
             return pool_tokens(key, self.size, valid), pool_tokens(value, self.size, valid), visible
-        return (
-            convolve_tokens(key, self.weight[0]),
-            convolve_tokens(value, self.weight[-1]),
-            visible,
-        )
+        first, last = self._matrices()
+        return convolve_tokens(key, first), convolve_tokens(value, last), visible
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """That of keys and that of values."""
+        assert self.weight is not None
+        if self.weight.shape[0] == 1:  # a view, whose gradient is not filled with zeros first
+            own = self.weight.flatten(0, 1)
+            return own, own
+        return self.weight[0], self.weight[1]
 
 
 class LinformerAttention(DocumentAttention):

@@ -14,7 +14,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 def project_tokens(states: Tensor, weight: Tensor) -> Tensor:
     """[batch, n, heads, head_dim] -> [batch, k, heads, head_dim] by weights [heads or 1, k,
     length], of which fewer tokens use the leading n columns. Padding has to be zero."""
-    weight = weight[..., : states.shape[1]].to(states.dtype)
+    if states.shape[1] < weight.shape[-1]:  # the gradient of a cut fills all of it with zeros
+        weight = weight[..., : states.shape[1]]
+    weight = weight.to(states.dtype)
     if weight.shape[0] == 1:
         return torch.einsum("kn,bnhd->bkhd", weight[0], states)
     return torch.einsum("hkn,bnhd->bkhd", weight, states)
