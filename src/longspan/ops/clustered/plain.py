@@ -178,13 +178,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor | None, ho
     all."""
     batch, chunks, heads, size, _ = query.shape
     wanted = torch.is_grad_enabled()
-    # A CPU is faster with what stays in its caches; gradients would be computed twice for it.
     on_cpu = query.device.type == "cpu"
-    most = _SCORES // 8 if on_cpu and not wanted else _SCORES
-    together = max(1, most // max(1, batch * heads * size * size * (how.before + 1)))
-    if not on_cpu:
-        # Without a mask, fused attention keeps no scores.
-        together = chunks if places is None else max(together, chunks // _TIMES)
+    if places is None and not (on_cpu and how.dropout_p > 0):
+        together = chunks  # fused attention keeps no scores
+    else:
+        # A CPU is faster with what stays in its caches; gradients would be computed twice for it.
+        most = _SCORES // 8 if on_cpu and not wanted else _SCORES
+        together = max(1, most // max(1, batch * heads * size * size * (how.before + 1)))
+        if not on_cpu:
+            together = max(together, chunks // _TIMES)
     again = wanted and together < chunks
     own = [_cut(t, together) for t in (query, places)]
     wide = [_cut(t, together, how.before) for t in (key, value, places)]
