@@ -157,9 +157,10 @@ PARTS = {
     },
     "centroid_kernels": dict.fromkeys(("nearest", "select"), [{}]),
     "listed_kernels": {
-        "extent": [{}],
+        "extent": [{}, {"CAUSAL": True, "FADING": False}],
         **dict.fromkeys(("forward", "backward_query", "backward_key"), [
-            {}, {"RUNS": True, "BETWEEN": False, "FADING": False, "DROPOUT": True, "KEYS": False}
+            {}, {"RUNS": True, "BETWEEN": False, "FADING": False, "DROPOUT": True, "KEYS": False},
+            {"CAUSAL": True, "FADING": False}, {"CAUSAL": True, "FADING": False, "RUNS": True},
         ]),
     },
     "relative_kernels": dict.fromkeys(

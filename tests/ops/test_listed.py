@@ -5,10 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from layers.family import compiles_anywhere
 
 from longspan.ops import listed as module
-from longspan.ops.listed import listed_attention, near_blocks, random_blocks, tokens_of
+from longspan.ops.listed import (
+    blocks_asking,
+    causal_listed_attention,
+    listed_attention,
+    near_blocks,
+    random_blocks,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -26,6 +35,7 @@ def dense(
     valid: Any = None,
     spans: Any = None,
     ramp=1,
+    at: Any = None,
 ):
     """The same entry by entry, with a matrix of how much each query sees of each key."""
     batch, queries, heads, d = query.shape
@@ -41,6 +51,8 @@ def dense(
                 continue
             once = torch.zeros(keys, dtype=query.dtype)
             once[entry * width : entry * width + width] = 1.0
+            if at is not None:
+                once[max(0, i + at + 1) :] = 0.0
             if valid is not None:
                 once = once * valid[b]
             if spans is not None:
@@ -87,11 +99,16 @@ def rules(names, listed, keys):
         asked |= {"spans": spans, "ramp": 3}
     if "valid" in names:
         asked["valid"] = torch.rand(2, keys) < 0.7
+    if "causal" in names:
+        asked["at"] = 2
     return asked
 
 
 @pytest.mark.parametrize("lists", [(1, 1), (2, 1), (1, 3), (2, 3)])
-@pytest.mark.parametrize("names", ["", "between", "valid", "between valid", "between spans"])
+@pytest.mark.parametrize(
+    "names",
+    ["", "between", "valid", "between valid", "between spans", "causal", "causal valid"],
+)
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("together", [1, 10**9])
 def test_against_the_definition(lists, names, width, together, monkeypatch):
@@ -153,6 +170,35 @@ def test_who_sees_an_entry_is_said_whole():
     for part in parts:
         with pytest.raises(ValueError, match="first and last go together, and spans need them"):
             listed_attention(*tensors, listed, size=4, **part)
+
+
+def test_who_sees_an_entry_is_said_once():
+    tensors, listed = problem(11, 13, (1, 1), 5, size=4)
+    with pytest.raises(ValueError, match="and so does at: give either"):
+        listed_attention(*tensors, listed, size=4, at=2, first=listed[0, 0], last=listed[0, 0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    before=some.integers(0, 20),
+    queries=some.integers(1, 20),
+    size=some.integers(1, 8),
+    width=some.sampled_from([1, 3]),
+)
+def test_the_last_tokens_of_a_text(before, queries, size, width):
+    """As if all of it had been asked, and no key behind a query is seen."""
+    tokens = before + queries
+    torch.manual_seed(tokens)
+    blocks = -(-tokens // size)
+    query, key, value = torch.randn(3, 2, tokens, 3, 4, dtype=torch.float64).unbind()
+    listed = torch.randint(-1, -(-tokens // width), (1, 3, blocks, 5))
+    about = {"size": size, "width": width}
+    wanted = dense(query, key, value, listed, **about, at=0)
+    begin, end = blocks_asking(query[:, before:], key, size)
+    assert end == blocks
+    asked = listed[:, :, begin:]
+    found = causal_listed_attention(query[:, before:], key, value, asked, **about)
+    torch.testing.assert_close(found, wanted[:, before:])
 
 
 def test_tokens_of_blocks():

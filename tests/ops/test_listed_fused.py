@@ -56,6 +56,8 @@ def problem(
     if "spans" in names:
         tensors.append(torch.tensor([0.3, queries / 2 + 0.1], dtype=torch.float64))
         asked["ramp"] = 3
+    if "causal" in names:
+        asked["at"] = keys // 3
     return [t.to(dtype).requires_grad_() for t in tensors], asked
 
 
@@ -81,7 +83,9 @@ def results(tensors: list[torch.Tensor], asked: dict[str, Any]) -> list[torch.Te
     count=some.integers(1, 70),
     size=some.integers(4, 40),
     lists=some.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
-    names=some.sampled_from(["", "between", "valid", "between valid", "between spans"]),
+    names=some.sampled_from(
+        ["", "between", "valid", "between valid", "between spans", "causal", "causal valid"]
+    ),
     head_dim=some.sampled_from([4, 8, 20]),
 )
 def test_single_keys(queries, keys, count, size, lists, names, head_dim):
@@ -103,7 +107,7 @@ def test_single_keys(queries, keys, count, size, lists, names, head_dim):
     size=some.integers(4, 40),
     width=some.integers(2, 70),
     lists=some.sampled_from([(1, 1), (2, 2)]),
-    names=some.sampled_from(["", "valid", "between", "between spans"]),
+    names=some.sampled_from(["", "valid", "between", "between spans", "causal", "causal valid"]),
 )
 def test_runs_of_keys(queries, keys, count, size, width, lists, names):
     tensors, asked = problem(queries, keys, count, size, width=width, lists=lists, names=names)
@@ -111,7 +115,10 @@ def test_runs_of_keys(queries, keys, count, size, width, lists, names):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("width", "names"), [(1, "between"), (1, "between spans"), (40, "valid")])
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [(1, "between"), (1, "between spans"), (40, "valid"), (1, "causal"), (40, "causal")],
+)
 def test_blocks_of_several_programs(width, names):
     tensors, asked = problem(150, 90, 3 if width > 1 else 70, 100, width=width, names=names)
     for one, other in zip(results(tensors, asked), results(exact(tensors), asked), strict=True):
@@ -186,12 +193,12 @@ def test_all_weights_may_be_dropped():
 
 
 def _filled(asked: dict[str, Any]) -> dict[str, Any]:
-    nothing = dict.fromkeys(("first", "last", "valid", "spans", "seed"))
+    nothing = dict.fromkeys(("first", "last", "valid", "spans", "seed", "at"))
     filled: dict[str, Any] = {**nothing, "ramp": 1, "scale": 1.0, "dropout_p": 0.0, **asked}
     return filled
 
 
-@pytest.mark.parametrize("names", ["valid", "between spans"])
+@pytest.mark.parametrize("names", ["valid", "between spans", "causal"])
 def test_it_is_a_proper_operator(names):
     tensors, asked = problem(20, 30, 9, 8, names=names)
     spans = tensors[3] if len(tensors) > 3 else None

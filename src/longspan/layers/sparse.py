@@ -4,10 +4,9 @@ import operator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from longspan.layers.causal import Attended, Cache, CausalAttention
-from longspan.ops.listed import listed_attention
+from longspan.ops.listed import blocks_asking, causal_listed_attention
 from longspan.ops.once import made_once
 from longspan.ops.relative import banded_attention
 from longspan.ops.window import window_attention
@@ -88,32 +87,22 @@ class SparseAttention(CausalAttention):
         return torch.cat(parts, dim=2)
 
     def _fixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        size, tokens = self.stride, key.shape[1]
-        first = tokens - query.shape[1]
-        # Queries are filled up at the front to the beginning of their block.
-        begun = first % size
-        query = pad(query, (0, 0, 0, 0, begun, 0))
-        listed, seen_first, seen_last = _lists(key, first, int(tokens), size, self.summary)
-        out = listed_attention(
-            *(query, key, value, listed[None, None]),
-            size=size,
-            first=seen_first,
-            last=seen_last,
-            dropout_p=self.dropout_p,
+        asking = blocks_asking(query, key, self.stride)
+        (listed,) = _lists(query, *asking, int(key.shape[1]), self.stride, self.summary)
+        return causal_listed_attention(
+            query, key, value, listed[None, None], size=self.stride, dropout_p=self.dropout_p
         )
-        return out[:, begun:]
 
 
 @made_once
 def _lists(
-    device: torch.device, first: int, tokens: int, size: int, summary: int
-) -> tuple[Tensor, ...]:
-    """For blocks of `size` queries, from that of token `first` on: keys, and the first and the last
-    query that sees each."""
-    block = torch.arange(first // size, -(-tokens // size), device=device)[:, None]
+    device: torch.device, begin: int, end: int, tokens: int, size: int, summary: int
+) -> tuple[Tensor]:
+    """For the blocks of `size` tokens from number `begin` to `end`: their own, and the `summary`
+    last ones of each block before."""
+    block = torch.arange(begin, end, device=device)[:, None]
     own = block * size + torch.arange(size, device=device)
     back = torch.arange(size - summary, size, device=device)
     before = torch.arange(tokens // size, device=device)[:, None] * size + back
     before = torch.where(before.flatten() < block * size, before.flatten(), -1)
-    listed = torch.cat((torch.where(own < tokens, own, -1), before), 1)
-    return listed, listed - first // size * size, torch.full_like(listed, tokens)
+    return (torch.cat((torch.where(own < tokens, own, -1), before), 1),)

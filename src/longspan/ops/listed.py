@@ -42,6 +42,7 @@ def listed_attention(
     valid: Tensor | None = None,
     spans: Tensor | None = None,
     ramp: int = 1,
+    at: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
@@ -59,6 +60,8 @@ def listed_attention(
         valid: bool [batch, keys], False = nobody sees it; None = all are seen.
         spans: [heads], what is learned of how long entries are seen: weights are multiplied by
             clamp((ramp + span - distance) / ramp, 0, 1), at a distance from an entry's first query.
+        at: which key the first query stands at; no query sees a key behind its own. In place of
+            first and last; None = the order of keys does not matter.
         dropout_p: on the attention weights.
     """
     blocks = listed.shape[2]
@@ -66,11 +69,48 @@ def listed_attention(
         raise ValueError(f"{blocks} lists for {query.shape[1]} queries in blocks of {size}")
     if (first is None) != (last is None) or (first is None and spans is not None):
         raise ValueError("first and last go together, and spans need them")
+    if at is not None and first is not None:
+        raise ValueError("first and last say who sees an entry, and so does at: give either")
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
-    asked = Asked(listed, first, last, valid, spans, None, size, width, ramp, scale, dropout_p)
+    asked = Asked(listed, first, last, valid, spans, None, size, width, ramp, at, scale, dropout_p)
     if serves(query):
         return listed_fused.attend(query, key, value, asked)
     return _plain(query, key, value, asked)
+
+
+def causal_listed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    listed: Tensor,
+    *,
+    size: int,
+    width: int = 1,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """[batch, queries, heads, head_dim]: the same for the last tokens of a text, none of which
+    sees those behind it.
+
+    Args:
+        query: [batch, queries, heads, head_dim], the last of the tokens.
+        key, value: [batch, tokens, heads, head_dim].
+        listed: [batch or 1, heads or 1, blocks, count] for those blocks of `size` tokens in which
+            there are queries, see `blocks_asking`.
+    """
+    first = key.shape[1] - query.shape[1]
+    begun = first % size
+    if begun:  # queries are filled up at the front to the beginning of their block
+        query = pad(query, (0, 0, 0, 0, begun, 0))
+    out = listed_attention(
+        *(query, key, value, listed), size=size, width=width, at=first - begun, dropout_p=dropout_p
+    )
+    return out[:, begun:]
+
+
+def blocks_asking(query: Tensor, key: Tensor, size: int) -> tuple[int, int]:
+    """Numbers of the first block of `size` tokens in which there are queries, which are the last of
+    the tokens, and of the one behind the last."""
+    return (key.shape[1] - query.shape[1]) // size, -(-key.shape[1] // size)
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
@@ -149,10 +189,12 @@ class _Blocks(NamedTuple):
         asked, own = self.asked, self.own
         there = (asked.listed[:, :, own] >= 0)[..., None, :]
         bias = None
+        begin, size = own.start * asked.size, asked.size
+        place = torch.arange(begin, begin + blocks * size, device=query.device)
+        place = place.view(blocks, size, 1)
+        if asked.at is not None:
+            there = there & (asked.listed[:, :, own, None] <= place + asked.at)
         if asked.first is not None and asked.last is not None:
-            begin, size = own.start * asked.size, asked.size
-            place = torch.arange(begin, begin + blocks * size, device=query.device)
-            place = place.view(blocks, size, 1)
             distance = place - asked.first[own, None]
             there = there & (distance >= 0) & (place <= asked.last[own, None])
             for spans in learned:

@@ -34,6 +34,7 @@ class Asked(NamedTuple):
     size: int
     width: int
     ramp: int
+    at: int | None
     scale: float
     dropout_p: float
 
@@ -113,7 +114,8 @@ class _Launch:
         self.batch, self.queries, self.heads, self.head_dim = query.shape
         self.keys = key.shape[1]
         self.blocks, self.count = asked.listed.shape[2:]
-        self.between, self.runs = asked.first is not None, asked.width > 1
+        self.causal, self.runs = asked.at is not None, asked.width > 1
+        self.between = self.causal or asked.first is not None
         self.dtype, self.device = query.dtype, query.device
         self.unused = query
         fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -122,6 +124,7 @@ class _Launch:
             "D": max(16, 1 << (self.head_dim - 1).bit_length()),
             "RUNS": self.runs,
             "BETWEEN": self.between,
+            "CAUSAL": self.causal,
             "MASKED": asked.valid is not None,
             "FADING": asked.spans is not None,
             "DROPOUT": asked.dropout_p > 0,
@@ -142,11 +145,11 @@ class _Launch:
         return self.blocks * -(-self.asked.size // tile.queries)
 
     def numbers(self, tile: _Tile) -> tuple[int, ...]:
-        """queries, keys, heads, size, count, slots, width, wide, ramp"""
+        """queries, keys, heads, size, count, slots, width, wide, ramp, at"""
         asked = self.asked
         wide = -(-asked.width // tile.slots) * tile.slots if self.runs else 1
         sizes = (self.queries, self.keys, self.heads, asked.size, self.count)
-        return *sizes, self.count * wide, asked.width, wide, asked.ramp
+        return *sizes, self.count * wide, asked.width, wide, asked.ramp, asked.at or 0
 
     def list_strides(self) -> tuple[int, int]:
         """Of batch rows and heads."""
@@ -173,7 +176,8 @@ class _Launch:
         listed_kernels.extent[(programs * rows,)](
             listed, first, last, spans, found, *self.list_strides(),
             self.queries, self.heads, self.asked.size, self.count, self.asked.ramp,
-            BM=tile.queries, BN=tile.slots, FADING=self.options["FADING"],
+            self.asked.at or 0,
+            BM=tile.queries, BN=tile.slots, CAUSAL=self.causal, FADING=self.options["FADING"],
         )  # fmt: skip
         return found, 0 if alike else programs
 
@@ -218,6 +222,7 @@ def forward_op(
     size: int,
     width: int,
     ramp: int,
+    at: int | None,
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
@@ -227,7 +232,7 @@ def forward_op(
 
     query, key, value = _dense(query), _dense(key), _dense(value)
     asked = _tidy(
-        Asked(listed, first, last, valid, spans, seed, size, width, ramp, scale, dropout_p)
+        Asked(listed, first, last, valid, spans, seed, size, width, ramp, at, scale, dropout_p)
     )
     call = _Launch(query, key, asked)
     out = query.new_empty(query.shape)
@@ -268,6 +273,7 @@ def backward_op(
     size: int,
     width: int,
     ramp: int,
+    at: int | None,
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,7 +282,7 @@ def backward_op(
 
     grad, query, key, value = (_dense(t) for t in (grad, query, key, value))
     asked = _tidy(
-        Asked(listed, first, last, valid, spans, seed, size, width, ramp, scale, dropout_p)
+        Asked(listed, first, last, valid, spans, seed, size, width, ramp, at, scale, dropout_p)
     )
     call = _Launch(query, key, asked)
     dq = query.new_empty(query.shape)
@@ -317,11 +323,11 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad, _grad_lse):
     if grad is None:
-        return (None,) * 14
+        return (None,) * 15
     dq, both, dspans = backward_op(grad, *ctx.saved_tensors, *ctx.numbers)
     spans = ctx.saved_tensors[-2]
     dspans = None if spans is None else dspans.to(spans.dtype)
-    return dq, both[0], both[1], *(None,) * 4, dspans, *(None,) * 6
+    return dq, both[0], both[1], *(None,) * 4, dspans, *(None,) * 7
 
 
 differentiable(forward_op, _backward, save=_save)

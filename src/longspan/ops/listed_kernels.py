@@ -27,7 +27,7 @@ from longspan.ops.window.kernels import (
 # Compiled once for all of these. Strides of rows decide how memory is read and are not among them.
 NUMBERS = [
     *("queries", "keys", "heads", "size", "count", "slots", "width", "wide", "ramp", "drop"),
-    *("l_batch", "l_head", "e_row"),
+    *("at", "l_batch", "l_head", "e_row"),
 ]
 ALWAYS = tl.constexpr(1 << 30)
 CHUNK = tl.constexpr(512)  # slots that `extent` looks at together
@@ -49,8 +49,12 @@ def owned(number, size, queries, BM: tl.constexpr):
 
 
 @triton.jit
-def seen_by(FIRST, LAST, entry, there, ramp, span, FADING: tl.constexpr):
+def seen_by(
+    FIRST, LAST, entry, key, there, ramp, span, at, CAUSAL: tl.constexpr, FADING: tl.constexpr
+):
     """From which query on entries are seen, and by how many."""
+    if CAUSAL:
+        return key - at, tl.where(there, ALWAYS, 0)
     low = tl.load(FIRST + entry, mask=there, other=0).to(tl.int32)
     last = tl.load(LAST + entry, mask=there, other=-1).to(tl.int32)
     if FADING:  # to nothing, at a distance of ramp + span
@@ -60,9 +64,9 @@ def seen_by(FIRST, LAST, entry, there, ramp, span, FADING: tl.constexpr):
 
 @triton.jit
 def take(
-    LISTED, FIRST, LAST, VALID, s, keys, count, width, wide, ramp, span,
-    BN: tl.constexpr, RUNS: tl.constexpr, BETWEEN: tl.constexpr, MASKED: tl.constexpr,
-    FADING: tl.constexpr,
+    LISTED, FIRST, LAST, VALID, s, keys, count, width, wide, ramp, span, at,
+    BN: tl.constexpr, RUNS: tl.constexpr, BETWEEN: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, FADING: tl.constexpr,
 ):  # fmt: skip
     """Of slots s, s + 1, ...: the first key, all keys, which of these exist, and who sees them."""
     offset = tl.arange(0, BN)
@@ -80,7 +84,7 @@ def take(
     low = offset * 0
     seen = tl.where(there, ALWAYS, 0)
     if BETWEEN:
-        low, seen = seen_by(FIRST, LAST, entry, there, ramp, span, FADING)
+        low, seen = seen_by(FIRST, LAST, entry, key, there, ramp, span, at, CAUSAL, FADING)
     if MASKED:
         seen = tl.where(tl.load(VALID + key, mask=there, other=0) != 0, seen, 0)
     return begin, key, there, low, seen
@@ -122,8 +126,8 @@ def add_rows(base, rows, stride, live, tile, HEAD_DIM: tl.constexpr, D: tl.const
 @remembered
 @triton.jit(do_not_specialize=NUMBERS)
 def extent(
-    LISTED, FIRST, LAST, SPANS, EXTENT, l_batch, l_head, queries, heads, size, count, ramp,
-    BM: tl.constexpr, BN: tl.constexpr, FADING: tl.constexpr,
+    LISTED, FIRST, LAST, SPANS, EXTENT, l_batch, l_head, queries, heads, size, count, ramp, at,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, FADING: tl.constexpr,
 ):  # fmt: skip
     """Between which slots the BM queries of a program see something, from a multiple of BN on."""
     programs = count_programs(size, queries, BM)
@@ -141,8 +145,9 @@ def extent(
     for s in range(0, count, CHUNK):
         entry = s + tl.arange(0, CHUNK)
         there = entry < count
-        there = there & (tl.load(LISTED + entry, mask=there, other=-1) >= 0)
-        low, seen = seen_by(FIRST, LAST, entry, there, ramp, span, FADING)
+        key = tl.load(LISTED + entry, mask=there, other=-1).to(tl.int32)
+        there = key >= 0
+        low, seen = seen_by(FIRST, LAST, entry, key, there, ramp, span, at, CAUSAL, FADING)
         there = (seen > 0) & (low < end) & (low + seen > first)
         begin = tl.minimum(begin, tl.min(tl.where(there, entry, count), 0))
         stop = tl.maximum(stop, tl.max(tl.where(there, entry + 1, 0), 0))
@@ -157,10 +162,10 @@ def forward(
     Q, K, V, OUT, LSE, LISTED, FIRST, LAST, VALID, SPANS, EXTENT, SEED,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     l_batch, l_head, e_row,
-    queries, keys, heads, size, count, slots, width, wide, ramp, scale, drop, boost,
+    queries, keys, heads, size, count, slots, width, wide, ramp, at, scale, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RUNS: tl.constexpr, BETWEEN: tl.constexpr, MASKED: tl.constexpr, FADING: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    RUNS: tl.constexpr, BETWEEN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    FADING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of BM queries of one block and head."""
     programs = count_programs(size, queries, BM)
@@ -195,12 +200,12 @@ def forward(
     total = tl.zeros((BM,), tl.float32)
     peak = tl.full((BM,), FLOOR, tl.float32)
     for s in range(begin, stop, BN):
-        at, key, there, low, seen = take(
-            LISTED, FIRST, LAST, VALID, s, keys, count, width, wide, ramp, span,
-            BN, RUNS, BETWEEN, MASKED, FADING,
+        start, key, there, low, seen = take(
+            LISTED, FIRST, LAST, VALID, s, keys, count, width, wide, ramp, span, at,
+            BN, RUNS, BETWEEN, CAUSAL, MASKED, FADING,
         )  # fmt: skip
-        k = load_keys(K, at, key, there, k_token, HEAD_DIM, D, BN, RUNS)
-        v = load_keys(V, at, key, there, v_token, HEAD_DIM, D, BN, RUNS)
+        k = load_keys(K, start, key, there, k_token, HEAD_DIM, D, BN, RUNS)
+        v = load_keys(V, start, key, there, v_token, HEAD_DIM, D, BN, RUNS)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if BETWEEN:
             x = tl.where(sees(i[:, None], low[None, :], seen[None, :]), x, float("-inf"))
@@ -228,10 +233,10 @@ def backward_query(
     LISTED, FIRST, LAST, VALID, SPANS, EXTENT, SEED,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head, l_batch, l_head, e_row,
-    queries, keys, heads, size, count, slots, width, wide, ramp, scale, factor, drop, boost,
+    queries, keys, heads, size, count, slots, width, wide, ramp, at, scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RUNS: tl.constexpr, BETWEEN: tl.constexpr, MASKED: tl.constexpr, FADING: tl.constexpr,
-    DROPOUT: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    RUNS: tl.constexpr, BETWEEN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    FADING: tl.constexpr, DROPOUT: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of BM queries, what they add to that of the spans, and delta = sum(out * grad) per
     row, which the keys' kernel needs. KEYS: also what they add to the gradients of keys."""
@@ -276,12 +281,12 @@ def backward_query(
     dq = tl.zeros((BM, D), tl.float32)
     by_span = tl.zeros((BM,), tl.float32)
     for s in range(begin, stop, BN):
-        at, key, there, low, seen = take(
-            LISTED, FIRST, LAST, VALID, s, keys, count, width, wide, ramp, span,
-            BN, RUNS, BETWEEN, MASKED, FADING,
+        start, key, there, low, seen = take(
+            LISTED, FIRST, LAST, VALID, s, keys, count, width, wide, ramp, span, at,
+            BN, RUNS, BETWEEN, CAUSAL, MASKED, FADING,
         )  # fmt: skip
-        k = load_keys(K, at, key, there, k_token, HEAD_DIM, D, BN, RUNS)
-        v = load_keys(V, at, key, there, v_token, HEAD_DIM, D, BN, RUNS)
+        k = load_keys(K, start, key, there, k_token, HEAD_DIM, D, BN, RUNS)
+        v = load_keys(V, start, key, there, v_token, HEAD_DIM, D, BN, RUNS)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(x * scale - lse[:, None])
         if BETWEEN:
@@ -321,10 +326,10 @@ def backward_key(
     Q, K, V, GRAD, LSE, DELTA, DK, DV, LISTED, FIRST, LAST, VALID, SPANS, SEED,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     g_batch, g_token, g_head, l_batch, l_head,
-    queries, keys, heads, size, count, slots, width, wide, ramp, scale, factor, drop, boost,
+    queries, keys, heads, size, count, slots, width, wide, ramp, at, scale, factor, drop, boost,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RUNS: tl.constexpr, BETWEEN: tl.constexpr, MASKED: tl.constexpr, FADING: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    RUNS: tl.constexpr, BETWEEN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    FADING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What all queries of one block and head add to the gradients of BN listed keys and values."""
     tiles = tl.cdiv(slots, BN)
@@ -342,11 +347,11 @@ def backward_key(
     span = 0.0
     if FADING:
         span = tl.load(SPANS + head).to(tl.float32)
-    at, key, there, low, seen = take(
+    start, key, there, low, seen = take(
         LISTED + batch * l_batch + head * l_head + block.to(tl.int64) * count,
         FIRST + block.to(tl.int64) * count, LAST + block.to(tl.int64) * count,
-        VALID + batch * keys, s, keys, count, width, wide, ramp, span,
-        BN, RUNS, BETWEEN, MASKED, FADING,
+        VALID + batch * keys, s, keys, count, width, wide, ramp, span, at,
+        BN, RUNS, BETWEEN, CAUSAL, MASKED, FADING,
     )  # fmt: skip
     begin = block * size
     end = tl.minimum(begin + size, queries)
@@ -357,8 +362,8 @@ def backward_key(
         end = tl.where(tl.max(seen, 0) > 0, end, begin)
     if begin >= end:
         return
-    k = load_keys(K, at, key, there, k_token, HEAD_DIM, D, BN, RUNS)
-    v = load_keys(V, at, key, there, v_token, HEAD_DIM, D, BN, RUNS)
+    k = load_keys(K, start, key, there, k_token, HEAD_DIM, D, BN, RUNS)
+    v = load_keys(V, start, key, there, v_token, HEAD_DIM, D, BN, RUNS)
     slot = slot_numbers(s, width, wide, BN, RUNS)
     dk = tl.zeros((BN, D), tl.float32)
     dv = tl.zeros((BN, D), tl.float32)
