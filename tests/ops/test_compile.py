@@ -139,14 +139,18 @@ INTEGERS = {"CLUSTERS": "i32", "BY_TOKEN": "i32", "MARKS": "i32", "START": "i32"
             "ORDER": "i64", "SLOTS": "i64", "SEED": "i64", "FOUND": "i64", "LISTED": "i64",
             "FIRST": "i64", "LAST": "i64", "EXTENT": "i32", "VALID": "u8", "COUNTED": "i32",
             "COUNTS": "i32", "SUMMED": "i32"}
-FLOATS = {"LSE", "PART_LSE", "SUMS", "SCORES", "SPANS", "DSPANS", "DELTA", "DK", "DV", "K_SUMS",
-          "V_SUMS", "TOTALS", "WIDE", "LOGS", "TRACE", "OFFSETS"}
-NUMBERS = {"scale", "factor", "boost", "half", "least", "back", "lower", "lift"}
+FLOATS = {"LSE", "PART_LSE", "SUMS", "SCORES", "SPANS", "DSPANS", "DELTA", "K_SUMS", "V_SUMS",
+          "TOTALS", "WIDE", "LOGS", "TRACE", "OFFSETS", "TOPS", "SHIFT", "EXTRA", "EXTRAS",
+          "STARTED", "STARTED_EXTRA", "SUM"}
+# What has another type elsewhere.
+OWN_FLOATS = {"listed_kernels": {"DK", "DV"}, "relative_kernels": {"DK", "DV"},
+              "features.causal_kernels": {"START"}}
+NUMBERS = {"scale", "factor", "boost", "half", "least", "back", "lower", "lift", "down"}
 FLAGS = {"HEAD_DIM": 24, "D": 32, "BM": 64, "BN": 32, "BK": 32, "BF": 64, "BD": 16, "BLOCK": 512,
          "ROUNDS": 3, "CAUSAL": False, "ROUTED": False, "SELF_LAST": True, "MEAN": True,
          "OPPOSITES": True, "RUNS": False, "BETWEEN": True, "MASKED": True, "FADING": True,
          "DROPOUT": False, "KEYS": True, "WHOLE": True, "TOKENS": True, "STEPS": 6,
-         "PADDED": True, "PRECISION": "tf32x3"}
+         "PADDED": True, "CHUNK": 64, "KEEP": True, "REVERSE": False, "PRECISION": "tf32x3"}
 # Where a kernel is, and how it is compiled: the first way for all targets, the others for one.
 PARTS = {
     "clustered.kernels": {
@@ -173,6 +177,11 @@ PARTS = {
         ("sum_keys", "join_keys", "read", "backward_query", "sum_queries", "join_queries",
          "backward_key"), [{}],
     ),
+    "features.causal_kernels": {
+        **dict.fromkeys(("peaks", "read", "backward_query", "backward_key"), [{}]),
+        "walk": [{}, {"KEEP": False}, {"REVERSE": True}, {"KEEP": False, "REVERSE": True}],
+        "join": [{}, {"REVERSE": True}],
+    },
 }
 
 part, capability, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -181,9 +190,7 @@ for name, variants in PARTS[part].items():
     function = getattr(module, name).kernel
     for variant in variants if (capability, kind) == (90, "bf16") else variants[:1]:
         flags = FLAGS | variant
-        # Gradients of keys are added up there.
-        added = part in ("listed_kernels", "relative_kernels")
-        floats = FLOATS if added else FLOATS - {"DK", "DV"}
+        floats = FLOATS | OWN_FLOATS.get(part, set())
         signature, constants, hints = {}, {}, {}
         for place, argument in enumerate(function.arg_names):
             if argument in flags and function.params[place].is_constexpr:
@@ -205,6 +212,7 @@ PARTS = (
     "relative_kernels",
     "span_kernels",
     "features.kernels",
+    "features.causal_kernels",
 )
 
 KERNELS = (
