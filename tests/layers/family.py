@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 
 from longspan.layers.observing import Observing
+from longspan.layers.position import rotate
 from longspan.layers.registry import build_attention, build_causal_attention
 
 DIM, HEADS = 24, 3
@@ -79,6 +80,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "performer-elu": {"kind": "performer", "kernel": "elu"},
     "sparse-strided": {"kind": "sparse", "stride": 5},
     "sparse-fixed": {"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2},
+    "bigbird": {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
+    "bigbird-plain": {"kind": "bigbird", "block": 3, "window": 2, "random": 0, "global_blocks": 0},
+    "blockwise": {"kind": "blockwise", "block": 5},
     "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
     "bp": {"kind": "bp", "near": 2},
     "shortformer": {"kind": "shortformer", "segment": 6},
@@ -128,6 +132,17 @@ def states(batch: int, tokens: int, dtype: torch.dtype = torch.float64) -> torch
 def heads_of(made: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
     """Query, key and value [batch, heads, tokens, head_dim] of a layer without rotation."""
     return [t.transpose(1, 2) for t in made.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)]
+
+
+def written_out(made: Any, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What a causal layer with rotary positions makes of a text, under a mask [heads, tokens,
+    tokens]; rows that see nothing are zero."""
+    query, key, value = made.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)
+    place = torch.arange(hidden.shape[1]).double()[None]
+    query, key = rotate(query, key, position=place, base=10000.0)
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    return joined(scores.softmax(-1).nan_to_num(0.0) @ value)
 
 
 def joined(out: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from layers.family import DIM, HEADS, encoder_layer, heads_of, joined, states
+from layers.family import (
+    DIM,
+    HEADS,
+    causal_layer,
+    encoder_layer,
+    heads_of,
+    joined,
+    states,
+    written_out,
+)
 
 import longspan
 from longspan.ops import visibility
-from longspan.ops.listed import random_blocks
+from longspan.ops.listed import earlier_random_blocks, random_blocks
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -67,6 +76,43 @@ def test_layers_draw_different_blocks():
     assert [block.attention.number for block in blocks] == [0, 1, 2]
     lists = [block.attention._listed(torch.zeros(1, 100, DIM), None) for block in blocks]
     assert not any(torch.equal(one, other) for one, other in combinations(lists, 2))
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 45])
+@pytest.mark.parametrize("window", [1, 3])
+def test_the_causal_mask_written_out(tokens, window):
+    made, hidden = causal_layer({**SETTING, "window": window}), states(2, tokens)
+    picked = earlier_random_blocks(torch.arange(-(-tokens // 4)), HEADS, 2, window, 0).tolist()
+    seen = torch.zeros(HEADS, tokens, tokens, dtype=torch.bool)
+    for head in range(HEADS):
+        for i in range(tokens):
+            for j in range(i + 1):
+                near = i // 4 - j // 4 < window
+                seen[head, i, j] = near or j < 4 or j // 4 in picked[head][i // 4]
+    torch.testing.assert_close(made(hidden).out, written_out(made, hidden, seen))
+
+
+def test_layers_of_a_decoder_draw_different_blocks():
+    config = longspan.LongspanDecoderConfig(
+        vocab_size=30,
+        hidden_size=DIM,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        intermediate_size=32,
+        attention=SETTING,
+    )
+    model: Any = longspan.LongspanForCausalLM(config)
+    lists = [block.attention.blocks_seen(torch.zeros(1), 0, 25) for block in model.layers]
+    assert not any(torch.equal(one, other) for one, other in combinations(lists, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"window": 0}, "window=0 blocks must be at least 1"), ({"random": -1}, "random=-1")],
+)
+def test_a_wrong_causal_setting_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        causal_layer({**SETTING, **change})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_nothing_is_kept_of_the_layers():
 def test_weights_that_layers_share_learn_from_all_of_them():
     stack, hidden = blocks([SHARED] * 3), states(1, 20)
     for number, block in enumerate(stack):
-        block.attention.share([other.attention for other in stack[:number]])
+        block.attention.follow([other.attention for other in stack[:number]])
     found = []
     for run in (plain, encode):
         run([*stack], hidden, visibility(hidden)).sum().backward()

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from layers.family import DIM, HEADS, causal_layer, compiles_anywhere, joined, states
-
-from longspan.layers.position import rotate
+from layers.family import DIM, HEADS, causal_layer, compiles_anywhere, states, written_out
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -27,16 +25,12 @@ def fixed(head, i, j):
 )
 def test_the_pattern_written_out(setting, sees, tokens):
     made, hidden = causal_layer(setting), states(2, tokens)
-    query, key, value = made.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)
-    query, key = rotate(query, key, position=torch.arange(tokens).double()[None], base=10000.0)
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     mask = torch.zeros(HEADS, tokens, tokens, dtype=torch.bool)
     for head in range(HEADS):
         for i in range(tokens):
             for j in range(i + 1):
                 mask[head, i, j] = sees(head, i, j)
-    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
-    torch.testing.assert_close(made(hidden).out, joined(scores.softmax(-1) @ value))
+    torch.testing.assert_close(made(hidden).out, written_out(made, hidden, mask))
 
 
 @compiles_anywhere

@@ -13,6 +13,7 @@ from longspan.ops import listed as module
 from longspan.ops.listed import (
     blocks_asking,
     causal_listed_attention,
+    earlier_random_blocks,
     listed_attention,
     near_blocks,
     random_blocks,
@@ -235,6 +236,25 @@ def test_random_blocks_follow_a_documents_own_length():
     assert (short[0, :, 1] >= 0).sum(-1).tolist() == [1, 1]
 
 
+def test_earlier_random_blocks_are_others_and_all_alike():
+    """Different, before the window, none missing while there are any, and each as likely; the same
+    in a longer text."""
+    counts = torch.zeros(12, 12)
+    for seed in range(400):
+        found = earlier_random_blocks(torch.arange(12), 2, 3, 2, seed)
+        later = earlier_random_blocks(torch.arange(7, 20), 2, 3, 2, seed)
+        assert torch.equal(later[:, :5], found[:, 7:])
+        for block in range(12):
+            for head in range(2):
+                one = [other for other in found[head, block].tolist() if other >= 0]
+                assert len(set(one)) == len(one) == min(3, max(0, block - 1))
+                assert all(other <= block - 2 for other in one)
+                counts[block, one] += 1
+    expected = 400 * 2 * 3 / 10
+    assert float((counts[11, :10] - expected).abs().max()) < 5 * expected**0.5
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_drawing_blocks_is_a_proper_operator(count):
     torch.library.opcheck(random_blocks, (torch.tensor([4, 9]), 9, 2, count, 1, 3))
+    torch.library.opcheck(earlier_random_blocks, (torch.arange(4, 9), 2, count, 1, 3))

@@ -241,6 +241,8 @@ ENCODERS = [
 ]
 DECODERS = [
     {"kind": "sparse", "pattern": "fixed", "stride": 6, "summary": 2},
+    {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
+    {"kind": "blockwise", "block": 8},
     {"kind": "adaptive_span", "longest": 9, "start": 0.5, "ramp": 3},
     {"kind": "bp", "near": 2},
 ]

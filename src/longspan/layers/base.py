@@ -24,7 +24,7 @@ class AttentionLayer(nn.Module):
     # multiple of. All products around such a layer are torch's own, of all tokens at once.
     whole_window: int | None = None
 
-    def share(self, before: "Sequence[AttentionLayer]") -> None:
+    def follow(self, before: "Sequence[AttentionLayer]") -> None:
         """Take from the model's layers before this one what is to be shared with them; called
         once, when a model is built. What another layer owns is not registered here again."""
 

@@ -7,9 +7,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.layers.base import AttentionLayer
+from longspan.layers.causal import CausalAttention
+from longspan.layers.causal_blocks import CausalBlocks, check_block
 from longspan.layers.document import Chosen, DocumentAttention
 from longspan.ops.listed import (
     count_blocks,
+    earlier_random_blocks,
     listed_attention,
     near_blocks,
     random_blocks,
@@ -50,20 +53,18 @@ class BigBirdAttention(DocumentAttention):
         bias: bool = True,
     ) -> None:
         super().__init__(dim, heads, dropout=dropout, rotary=rotary, bias=bias)
-        if block < 1:
-            raise ValueError(f"block={block} must be at least 1 token")
+        check_block(block)
         if window < 1 or window % 2 == 0:
             raise ValueError(
                 f"window={window} blocks must be an odd number: the block itself, and as many on "
                 "each side"
             )
-        if random < 0 or global_blocks < 0:
-            raise ValueError(f"random={random}, global_blocks={global_blocks} must not be negative")
+        _check_others(random, global_blocks)
         self.block, self.window, self.random = block, window, random
         self.global_blocks, self.seed = global_blocks, seed
         self.number = 0
 
-    def share(self, before: Sequence[AttentionLayer]) -> None:
+    def follow(self, before: Sequence[AttentionLayer]) -> None:
         self.number = len(before)
 
     def attend(
@@ -153,6 +154,59 @@ class BigBirdAttention(DocumentAttention):
         return attended.transpose(1, 2)
 
 
+class CausalBigBird(CausalBlocks):
+    """A token sees its own block up to itself, and whole blocks before: those right before it, the
+    text's first ones, and some at random, which are others in each head and layer and stay the
+    same however long the text gets. The state holds all keys and values, as any of them may still
+    be seen.
+
+    Args:
+        block: tokens.
+        window: blocks, the last of which is the token's own.
+        random: blocks.
+        global_blocks: blocks at the text's beginning that all tokens see.
+        seed: of the random blocks; a layer adds its number.
+        base: of the rotary angles.
+        norm_keys: scale queries and keys to one length before they meet.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        block: int = 64,
+        window: int = 3,
+        random: int = 3,
+        global_blocks: int = 2,
+        seed: int = 0,
+        base: float = 10000.0,
+        norm_keys: bool = False,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        about = {"base": base, "norm_keys": norm_keys, "dropout": dropout, "bias": bias}
+        super().__init__(dim, heads, block, back=None, **about)
+        if window < 1:
+            raise ValueError(f"window={window} blocks must be at least 1, the token's own")
+        _check_others(random, global_blocks)
+        self.window, self.random, self.global_blocks = window, random, global_blocks
+        self.seed, self.number = seed, 0
+
+    def follow(self, before: Sequence[CausalAttention]) -> None:
+        self.number = len(before)
+
+    def blocks_seen(self, like: Tensor, begin: int, end: int) -> Tensor:
+        seed = self.seed + self.number
+        about = (self.heads, self.window, self.random, self.global_blocks, seed)
+        return _blocks_before(like, begin, end, *about)[0]
+
+
+def _check_others(random: int, global_blocks: int) -> None:
+    if random < 0 or global_blocks < 0:
+        raise ValueError(f"random={random}, global_blocks={global_blocks} must not be negative")
+
+
 @made_once
 def _all_alike(device: torch.device, most: int, *about: int) -> tuple[Tensor]:
     """For documents that fill their rows."""
@@ -166,7 +220,30 @@ def _blocks_seen(
     documents of `blocks` [batch] blocks sees, -1 = none, the `first` ones last and only there."""
     some = random_blocks(blocks, most, heads, random, window // 2, seed)
     near = near_blocks(most, window // 2, blocks.device).expand(*some.shape[:2], -1, -1)
-    seen = torch.cat((near, some), -1)
+    return _first_ones_last(torch.cat((near, some), -1), first)
+
+
+@made_once
+def _blocks_before(
+    device: torch.device,
+    begin: int,
+    end: int,
+    heads: int,
+    window: int,
+    random: int,
+    first: int,
+    seed: int,
+) -> tuple[Tensor]:
+    """[1, heads, blocks, window + random + first], of a text's blocks from `begin` to `end`."""
+    place = torch.arange(begin, end, device=device)
+    some = earlier_random_blocks(place, heads, random, window, seed)
+    near = place[:, None] - torch.arange(window, device=device)
+    seen = torch.cat((near.expand(heads, -1, -1), some), -1)
+    return (_first_ones_last(seen, first)[None],)
+
+
+def _first_ones_last(seen: Tensor, first: int) -> Tensor:
+    """The `first` blocks, which all see, behind the others [..., count] and only there."""
     seen = torch.where(seen < first, -1, seen)
-    everywhere = torch.arange(first, device=blocks.device).expand(*some.shape[:3], -1)
+    everywhere = torch.arange(first, device=seen.device).expand(*seen.shape[:-1], -1)
     return torch.cat((seen, everywhere), -1)

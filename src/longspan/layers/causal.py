@@ -136,6 +136,9 @@ class CausalAttention(nn.Module):
         self.norm_keys = norm_keys
         self.qkv = nn.Linear(dim, (2 if shared else 3) * dim, bias=bias)
 
+    def follow(self, before: "Sequence[CausalAttention]") -> None:
+        """Look at the model's layers before this one; called once, when a model is built."""
+
     @property
     def dropout_p(self) -> float:
         return self.dropout if self.training else 0.0

@@ -118,7 +118,7 @@ class LinformerAttention(DocumentAttention):
     def reduction(self) -> Reduction:
         return self._lent[0] if self.own is None else self.own
 
-    def share(self, before: Sequence[AttentionLayer]) -> None:
+    def follow(self, before: Sequence[AttentionLayer]) -> None:
         if self.sharing != "layers":
             return
         for other in before:

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
-from longspan.layers.bigbird import BigBirdAttention
-from longspan.layers.blockwise import BlockwiseAttention
+from longspan.layers.bigbird import BigBirdAttention, CausalBigBird
+from longspan.layers.blockwise import BlockwiseAttention, CausalBlockwise
 from longspan.layers.bp import BPAttention, CausalBP
 from longspan.layers.causal import CausalAttention, CausalFull, CausalWindow
 from longspan.layers.clusterformer import ClusterformerAttention
@@ -45,6 +45,8 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "compressive": CompressiveAttention,
     "performer": CausalPerformer,
     "sparse": SparseAttention,
+    "bigbird": CausalBigBird,
+    "blockwise": CausalBlockwise,
     "adaptive_span": AdaptiveSpanAttention,
     "bp": CausalBP,
     "shortformer": ShortformerAttention,
@@ -54,10 +56,8 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
-    "bigbird": "its random blocks lie on both sides, and are others for another length",
     "poolingformer": "its windows and pools reach to both sides",
     "funnel": "its pools put tokens together with later ones, and are read by all",
-    "blockwise": "its blocks are permuted, so that some see later ones",
     "clusterformer": "its chunks are cut from a sorted text, and later tokens move earlier ones",
 }
 _CAUSAL_ONLY = "it reads text in one direction"

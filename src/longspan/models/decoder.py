@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from longspan.layers.causal import CausalWindow, RelativePositions
+from longspan.layers.causal import CausalAttention, CausalWindow, RelativePositions
 from longspan.layers.decoder_block import DecoderBlock
 from longspan.layers.reversible import decode
 from longspan.models.decoder_config import LongspanDecoderConfig
@@ -80,6 +80,9 @@ class LongspanForCausalLM(PreTrainedModel):
             )
             for setting in config.attention
         )
+        attention = [cast(CausalAttention, block.attention) for block in self._blocks()]
+        for layer, one in enumerate(attention):
+            one.follow(attention[:layer])
         self.norm = norm(config.hidden_size) if config.pre_norm else None
         self.output = None
         if not config.tie_word_embeddings:

@@ -280,7 +280,7 @@ class LongspanModel(LongspanPreTrainedModel):
         )
         attention = [block.attention for block in cast("list[Block]", self.layers)]
         for layer, one in enumerate(attention):
-            one.share(attention[:layer])
+            one.follow(attention[:layer])
         self.norm = None
         if config.norm_first:
             self.norm = nn.LayerNorm(

@@ -243,12 +243,12 @@ def near_blocks(blocks: int, reach: int, device: torch.device) -> Tensor:
     return torch.where((near >= 0) & (near < blocks), near, -1)
 
 
-def _drawn_shape(blocks, most, heads, count, reach, seed):
+def _random_shape(blocks, most, heads, count, reach, seed):
     return blocks.new_empty((blocks.shape[0], heads, most, count), dtype=torch.int64)
 
 
 # An operator, since torch 2.11 compiles its hashes for a GPU with 32-bit numbers, and fails.
-@operator("random_blocks", fake=_drawn_shape)
+@operator("random_blocks", fake=_random_shape)
 def random_blocks(
     blocks: Tensor, most: int, heads: int, count: int, reach: int, seed: int
 ) -> Tensor:
@@ -258,8 +258,29 @@ def random_blocks(
     place = torch.arange(most, device=blocks.device)
     low = (place - reach).clamp(min=0)
     wide = (place + reach).minimum(blocks[:, None] - 1) - low + 1  # [batch, most]: the window
-    far = (blocks[:, None] - wide)[:, None]  # how many there are to choose from
-    drawn = _drawn(most, heads, count, seed, blocks.device)
+    found = _different(place, heads, count, (blocks[:, None] - wide)[:, None], seed)
+    found = torch.where(found < low[:, None], found, found + wide[:, None, :, None])
+    return torch.where(found < blocks[:, None, None, None], found, -1)
+
+
+def _earlier_shape(place, heads, count, window, seed):
+    return place.new_empty((heads, place.shape[0], count), dtype=torch.int64)
+
+
+@operator("earlier_random_blocks", fake=_earlier_shape)
+def earlier_random_blocks(place: Tensor, heads: int, count: int, window: int, seed: int) -> Tensor:
+    """[heads, blocks, count]: for each of the blocks `place` [blocks] of each head `count`
+    different ones before the last `window`, of which it is one itself; -1 where there are none
+    left. Follows from the seed and the block, however long the text gets."""
+    far = (place - window + 1).clamp(min=0)
+    found = _different(place, heads, count, far, seed)
+    return torch.where(found < far[:, None], found, -1)
+
+
+def _different(place: Tensor, heads: int, count: int, far: Tensor, seed: int) -> Tensor:
+    """[..., heads, blocks, count]: for each of the blocks `place` `count` different numbers below
+    `far` [..., blocks], and any from there on where these are not enough."""
+    drawn = _drawn(place, heads, count, seed)
     picked: list[Tensor] = []
     for number in range(count):
         # Of those left, counted without the ones picked: a number beyond one of them moves on.
@@ -267,18 +288,13 @@ def random_blocks(
         one = (drawn[..., number] * left.clamp(min=1)).long()
         for other in torch.stack(picked, -1).sort(-1).values.unbind(-1) if picked else ():
             one = one + (one >= other)
-        picked.append(torch.where(left > 0, one, most + number))  # behind all others
-    if not picked:
-        return place.new_empty(blocks.shape[0], heads, most, 0)
-    found = torch.stack(picked, -1)
-    there = found < most
-    found = torch.where(found < low[:, None], found, found + wide[:, None, :, None])
-    return torch.where(there, found, -1)
+        picked.append(torch.where(left > 0, one, far + number))  # behind all others
+    return torch.stack(picked, -1) if picked else drawn.long() + far[..., None]
 
 
-def _drawn(blocks: int, heads: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """[heads, blocks, count] from 0 to 1; those of fewer blocks are the first of these. Computed,
-    not drawn: the same on every device, and none has to wait for numbers of another."""
-    head, block, number = (torch.arange(n, device=device) for n in (heads, blocks, count))
-    row = mix((seed * GOLDEN + head) & WORD)[:, None] + block
+def _drawn(place: Tensor, heads: int, count: int, seed: int) -> Tensor:
+    """[heads, blocks, count] from 0 to 1. Computed, not drawn: the same on every device, and none
+    has to wait for numbers of another."""
+    head, number = (torch.arange(n, device=place.device) for n in (heads, count))
+    row = mix((seed * GOLDEN + head) & WORD)[:, None] + place
     return mix(mix(row & WORD)[..., None] ^ (number * GOLDEN & WORD)).double() / 2**32
