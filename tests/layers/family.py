@@ -82,6 +82,27 @@ DECODERS: dict[str, dict[str, Any]] = {
     "sparse-fixed": {"kind": "sparse", "stride": 6, "pattern": "fixed", "summary": 2},
     "bigbird": {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
     "bigbird-plain": {"kind": "bigbird", "block": 3, "window": 2, "random": 0, "global_blocks": 0},
+    "poolingformer": {
+        "kind": "poolingformer",
+        "left": 4,
+        "pooled_left": 10,
+        "kernel": 3,
+        "stride": 2,
+    },
+    "poolingformer-max": {
+        "kind": "poolingformer",
+        "left": 4,
+        "pooled_left": 9,
+        "pool": "max",
+        "mix": True,
+    },
+    "poolingformer-mean": {
+        "kind": "poolingformer",
+        "left": 4,
+        "pooled_left": 10,
+        "pool": "mean",
+        "share_weights": True,
+    },
     "blockwise": {"kind": "blockwise", "block": 5},
     "adaptive_span": {"kind": "adaptive_span", "longest": 16, "ramp": 4, "start": 0.5},
     "bp": {"kind": "bp", "near": 2},
@@ -134,13 +155,18 @@ def heads_of(made: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in made.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)]
 
 
+def turned_heads(project: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value [batch, heads, tokens, head_dim], with rotary positions."""
+    query, key, value = project(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)
+    place = torch.arange(hidden.shape[1]).double()[None]
+    query, key = rotate(query, key, position=place, base=10000.0)
+    return [t.transpose(1, 2) for t in (query, key, value)]
+
+
 def written_out(made: Any, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """What a causal layer with rotary positions makes of a text, under a mask [heads, tokens,
     tokens]; rows that see nothing are zero."""
-    query, key, value = made.qkv(hidden).unflatten(-1, (3, HEADS, -1)).unbind(2)
-    place = torch.arange(hidden.shape[1]).double()[None]
-    query, key = rotate(query, key, position=place, base=10000.0)
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    query, key, value = turned_heads(made.qkv, hidden)
     scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
     return joined(scores.softmax(-1).nan_to_num(0.0) @ value)
 

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from layers.family import HEADS, encoder_layer, heads_of, joined, states
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from layers.family import (
+    HEADS,
+    causal_layer,
+    encoder_layer,
+    heads_of,
+    joined,
+    states,
+    turned_heads,
+    written_out,
+)
 
 from longspan.layers.registry import build_attention
 from longspan.ops import visibility, window_attention
@@ -114,6 +125,57 @@ def test_global_tokens_are_global_in_the_first_level():
     other[:, 0] += 1.0
     changed = (made(hidden, seen=seen) - made(other, seen=seen)).abs().amax(-1)[0]
     assert bool((changed > 1e-9).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=some.integers(1, 60),
+    at_a_time=some.integers(1, 60),
+    pool=some.sampled_from(["mean", "max", "convolution"]),
+    variant=some.sampled_from([{}, {"mix": True}, {"share_weights": True}]),
+    kernel_stride=some.sampled_from([(5, 4), (3, 3), (4, 1), (1, 1)]),
+    pooled_left=some.integers(4, 30),
+)
+def test_the_causal_levels_written_out(
+    tokens, at_a_time, pool, variant, kernel_stride, pooled_left
+):
+    """However much is read at a time; the state is that of a window, its tokens pooled."""
+    kernel, stride = kernel_stride
+    options = {"pool": pool, "kernel": kernel, "stride": stride, "pooled_left": pooled_left}
+    made = causal_layer({"kind": "poolingformer", "left": 3, **options, **variant})
+    hidden = states(2, tokens)
+    near = written_out(made, hidden, seen_in(tokens, (3, 0)))
+    project = made.qkv if "share_weights" in variant else made.qkv_pooled
+    query, key, value = turned_heads(project, hidden if "mix" in variant else near)
+    begin = torch.arange(0, tokens, stride)
+    place = torch.arange(tokens)[:, None]
+    seen = (begin >= place - pooled_left) & (begin + kernel - 1 <= place)
+    key = pooled(key, pool, kernel, stride, made.pool_key)
+    value = pooled(value, pool, kernel, stride, made.pool_value)
+    wanted = near + joined(dense(query, key, value, seen))
+    state, first, found = None, 0, []
+    for piece in hidden.split(at_a_time, 1):
+        out, state, _ = made(piece, first, state, keep_state=True)
+        first += piece.shape[1]
+        found.append(out)
+        assert state.near.key.shape[1] <= 3
+        assert state.pools.key.shape[1] <= pooled_left // stride + 1
+        assert state.rest.key.shape[1] < kernel + stride
+    torch.testing.assert_close(torch.cat(found, 1), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stride": 6}, "stride=6 must be from 1 to kernel=5"),
+        ({"left": -1}, "left=-1 must be a whole number of steps"),
+        ({"pooled_left": -1}, "pooled_left=-1 must be a whole number of steps"),
+        ({"pooled_left": 3}, "pooled_left=3 holds no pool of kernel=5"),
+    ],
+)
+def test_a_wrong_causal_setting_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        causal_layer({"kind": "poolingformer", **change})
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,7 @@ DECODERS = [
     {"kind": "sparse", "pattern": "fixed", "stride": 6, "summary": 2},
     {"kind": "bigbird", "block": 4, "random": 2, "global_blocks": 1},
     {"kind": "blockwise", "block": 8},
+    {"kind": "poolingformer", "left": 4, "pooled_left": 8},
     {"kind": "adaptive_span", "longest": 9, "start": 0.5, "ramp": 3},
     {"kind": "bp", "near": 2},
 ]

@@ -40,9 +40,13 @@ class Cache(NamedTuple):
         return Cache(torch.cat((cache.key, key), 1), torch.cat((cache.value, value), 1))
 
     def last(self, count: int | None) -> "Cache":
-        """The newest `count`, without gradients; copies, so that the rest can be freed."""
-        first = 0 if count is None else max(0, self.key.shape[1] - count)
-        return Cache(*(tensor[:, first:].detach().clone() for tensor in self))
+        """The newest `count`; None = all."""
+        known = self.key.shape[1]
+        return self.part(0 if count is None else max(0, known - count), known)
+
+    def part(self, begin: int, end: int) -> "Cache":
+        """Without gradients; copies, so that the rest can be freed."""
+        return Cache(*(tensor[:, begin:end].detach().clone() for tensor in self))
 
 
 class Ring(NamedTuple):
@@ -143,9 +147,12 @@ class CausalAttention(nn.Module):
     def dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [batch, tokens, heads, head_dim]."""
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
+    def project(
+        self, hidden: Tensor, project: nn.Linear | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [batch, tokens, heads, head_dim], by `qkv` or another projection."""
+        project = self.qkv if project is None else project
+        query, key, value = project(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)
         if self.norm_keys:
             query, key = (rms_norm(t, t.shape[-1:]) for t in (query, key))
         return query, key, value
@@ -195,7 +202,7 @@ class CausalWindow(CausalAttention):
         super().__init__(dim, heads, dropout=dropout, bias=bias, base=rotary, norm_keys=norm_keys)
         if position not in POSITIONS:
             raise ValueError(f"position={position!r}: choose from {', '.join(POSITIONS)}")
-        self.left = _check_left(left)
+        self.left = check_left(left)
         self.dilation = check_dilation(dilation, heads)
         self.relative = RelativePositions(dim, heads, clamp) if position == "relative" else None
         self.backend = backend
@@ -203,7 +210,7 @@ class CausalWindow(CausalAttention):
     def set_window(self, left: int) -> None:
         """Another window from now on, as staged training wants it; nothing learned depends on
         its size."""
-        self.left = _check_left(left)
+        self.left = check_left(left)
 
     @property
     def reach(self) -> int:
@@ -305,9 +312,9 @@ class CausalFull(CausalAttention):
         return Attended(out.flatten(2), known.last(None) if keep_state else None)
 
 
-def _check_left(left: int) -> int:
+def check_left(left: int, name: str = "left") -> int:
     if isinstance(left, bool) or not isinstance(left, int) or left < 0:
-        raise ValueError(f"left={left!r} must be a whole number of steps, 0 or more")
+        raise ValueError(f"{name}={left!r} must be a whole number of steps, 0 or more")
     return left
 
 

@@ -16,7 +16,7 @@ from longspan.layers.compressive import CompressiveAttention
 from longspan.layers.funnel import FunnelAttention
 from longspan.layers.linformer import LinformerAttention
 from longspan.layers.performer import CausalPerformer, PerformerAttention
-from longspan.layers.poolingformer import PoolingformerAttention
+from longspan.layers.poolingformer import CausalPoolingformer, PoolingformerAttention
 from longspan.layers.reformer import CausalReformer, ReformerAttention
 from longspan.layers.routing import CausalRouting, RoutingAttention
 from longspan.layers.shortformer import ShortformerAttention
@@ -46,6 +46,7 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "performer": CausalPerformer,
     "sparse": SparseAttention,
     "bigbird": CausalBigBird,
+    "poolingformer": CausalPoolingformer,
     "blockwise": CausalBlockwise,
     "adaptive_span": AdaptiveSpanAttention,
     "bp": CausalBP,
@@ -56,7 +57,6 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
 # Why a kind that one side knows is not for the other.
 _NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
-    "poolingformer": "its windows and pools reach to both sides",
     "funnel": "its pools put tokens together with later ones, and are read by all",
     "clusterformer": "its chunks are cut from a sorted text, and later tokens move earlier ones",
 }

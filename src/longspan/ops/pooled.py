@@ -83,6 +83,7 @@ def pooled_attention(
     kernel: int,
     stride: int,
     visible: Tensor | None = None,
+    at: int = 0,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """[batch, tokens, heads, head_dim]; a query that sees no pool gets zeros.
@@ -93,12 +94,18 @@ def pooled_attention(
         window: (left, right), in tokens.
         kernel, stride: of the pools.
         visible: bool [batch, pools], False = stands for no token; None = all do.
+        at: where the first query stands, in tokens from the beginning of the first pool on.
     """
     left, right = window
-    size = stride * -(-_QUERIES // stride)
-    about = (query.shape[1], key.shape[1], size, left, right, kernel, stride)
+    begun = at % stride
+    if begun:  # queries are filled up at the front to the beginning of a pool
+        query = pad(query, (0, 0, 0, 0, begun, 0))
+    size = stride  # enough where a text is written on
+    if query.shape[1] > stride:
+        size *= -(-_QUERIES // stride)
+    about = (query.shape[1], key.shape[1], size, left, right, kernel, stride, at // stride)
     listed, first, last = _lists(query, *about)
-    return listed_attention(
+    out = listed_attention(
         *(query, key, value, listed[None, None]),
         size=size,
         first=first,
@@ -106,6 +113,7 @@ def pooled_attention(
         valid=visible,
         dropout_p=dropout_p,
     )
+    return out[:, begun:]
 
 
 @made_once
@@ -118,12 +126,15 @@ def _lists(
     right: int,
     kernel: int,
     stride: int,
+    passed: int,
 ) -> tuple[Tensor, ...]:
-    """For blocks of `size` queries: pools, and the first and the last query that sees each."""
+    """For blocks of `size` queries, with so many pools `passed` before the first: pools, and the
+    first and the last query that sees each."""
     per_block, before = size // stride, -(-left // stride)
     count = before + per_block + right // stride + 1
     block = torch.arange(-(-queries // size), device=device, dtype=torch.int32)[:, None]
     listed = block * per_block + torch.arange(-before, count - before, device=device)
-    begin = listed * stride
+    begin = listed * stride  # counted as queries are
+    listed = listed + passed
     listed = torch.where((listed >= 0) & (listed < pools), listed, -1)
     return listed, begin + kernel - 1 - right, begin + left
