@@ -32,7 +32,11 @@ SOURCES = (
 )
 KIND = "forward+backward"
 Scores = dict[str, str]
-_CAUSAL = ("dense", "window", "performer", "bp", "reformer", "routing")  # in a row of their own
+# In a row of their own.
+_CAUSAL = (
+    *("dense", "window", "performer", "bigbird", "poolingformer", "blockwise", "bp"),
+    *("reformer", "routing"),
+)
 
 
 class Row(NamedTuple):
@@ -57,6 +61,9 @@ ROWS = {
     "causal-dense": Row("all before", "rival-dense"),
     "causal-window": Row("513 keys", "rival-longformer"),
     "causal-performer": Row("all before, through 256 features", "causal-performer"),
+    "causal-bigbird": Row("8 blocks of 64, none later", "causal-bigbird"),
+    "causal-poolingformer": Row("257 keys, then pools over 1,025", "causal-poolingformer"),
+    "causal-blockwise": Row("its block of 512, or the one before", "causal-blockwise"),
     "sparse-strided": Row("the last √n keys, and every √n-th before", "causal-sparse"),
     "sparse-fixed": Row("its block of √n, and 8 of each before"),
     "adaptive-span": Row("at most 513 keys", "causal-adaptive_span"),

@@ -22,14 +22,21 @@ _RIVALS = {
     "compressive": "rival-compressive",
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "bigbird": {"norm_keys": True},
+    "poolingformer": {"norm_keys": True},
+    "blockwise": {"norm_keys": True},
     "sparse": {"stride": 128, "norm_keys": True},
     "adaptive_span": {"longest": 1024, "norm_keys": True},
     "bp": {"norm_keys": True},
     "shortformer": {"segment": 512},
 }
 # Where a kind has weights of its own, or fewer than others, feed-forward layers make up for it.
-# Queries that are their own keys save a square of 512 in every layer.
-_FEED_FORWARD = {"reformer": FEED_FORWARD + 256, "routing": FEED_FORWARD + 256}
+# Queries that are their own keys save a square of 512 in every layer; a second level costs three.
+_FEED_FORWARD = {
+    "reformer": FEED_FORWARD + 256,
+    "routing": FEED_FORWARD + 256,
+    "poolingformer": FEED_FORWARD - 768,
+}
 
 KINDS = tuple(kind for kind in CAUSAL_ATTENTION if kind not in _RIVALS)
 STUDY = tuple(_RIVALS.get(kind, f"causal-{kind}") for kind in CAUSAL_ATTENTION)

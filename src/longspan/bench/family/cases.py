@@ -31,9 +31,9 @@ ENCODERS = (
     *("blockwise", "bp", "funnel", "clusterformer", "reformer", "routing", "dense"),
 )
 DECODERS = (
-    *("causal-window", "causal-performer", "sparse-strided", "sparse-fixed"),
-    *("adaptive-span", "causal-bp", "shortformer", "causal-reformer", "causal-routing"),
-    "causal-dense",
+    *("causal-window", "causal-performer", "causal-bigbird", "causal-poolingformer"),
+    *("causal-blockwise", "sparse-strided", "sparse-fixed", "adaptive-span", "causal-bp"),
+    *("shortformer", "causal-reformer", "causal-routing", "causal-dense"),
 )
 # Those that are of the order n * sqrt(n), as published.
 ROOT = ("sparse-strided", "sparse-fixed", "routing", "causal-routing")

@@ -1,6 +1,7 @@
 """Who is measured: a layer of each kind, set up to look at about as much for every token."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from longspan.ops.shorten import count_pools
 class Mechanism(NamedTuple):
     label: str
     setting: Callable[[FamilyCase], dict[str, Any]]  # empty: dense attention
-    waits: bool = False  # is not captured as a CUDA graph
 
 
 def _root(case: FamilyCase) -> int:
@@ -45,7 +45,6 @@ def _routing_matched(case: FamilyCase) -> dict[str, Any]:
     return {"kind": "routing", "clusters": case.tokens // size, "size": size}
 
 
-# What is computed again in the backward pass asks for the generator's state: it cannot be captured.
 MECHANISMS = {
     "window": Mechanism("window", lambda c: {"window": c.reach, "global_tokens": False}),
     "linformer": Mechanism(
@@ -68,16 +67,21 @@ MECHANISMS = {
     "clusterformer": Mechanism(
         "Cluster-Former",
         lambda c: {"kind": "clusterformer", "chunk": c.reach, "bank": 64, "every": 1},
-        waits=True,
     ),
-    "reformer": Mechanism("Reformer", _reformer, waits=True),
-    "routing": Mechanism("Routing", _routing, waits=True),
-    "routing-matched": Mechanism("Routing, as its rival", _routing_matched, waits=True),
+    "reformer": Mechanism("Reformer", _reformer),
+    "routing": Mechanism("Routing", _routing),
+    "routing-matched": Mechanism("Routing, as its rival", _routing_matched),
     "dense": Mechanism("dense, SDPA", lambda c: {}),
     "causal-window": Mechanism("window", lambda c: {"left": c.reach}),
     "causal-performer": Mechanism(
         "Performer", lambda c: {"kind": "performer", "features": c.reach // 2}
     ),
+    "causal-bigbird": Mechanism("BigBird", lambda c: {"kind": "bigbird", "block": c.reach // 8}),
+    "causal-poolingformer": Mechanism(
+        "Poolingformer",
+        lambda c: {"kind": "poolingformer", "left": c.reach // 2, "pooled_left": 2 * c.reach},
+    ),
+    "causal-blockwise": Mechanism("blockwise", lambda c: {"kind": "blockwise", "block": c.reach}),
     "sparse-strided": Mechanism(
         "sparse, strided", lambda c: {"kind": "sparse", "stride": _root(c)}
     ),
@@ -102,10 +106,9 @@ MECHANISMS = {
     "causal-reformer": Mechanism(
         "Reformer",
         lambda c: {"kind": "reformer", "reach": c.reach // 4, "rounds": ROUNDS},
-        waits=True,
     ),
-    "causal-routing": Mechanism("Routing", _routing, waits=True),
-    "causal-routing-matched": Mechanism("Routing, as its rival", _routing_matched, waits=True),
+    "causal-routing": Mechanism("Routing", _routing),
+    "causal-routing-matched": Mechanism("Routing, as its rival", _routing_matched),
     "causal-dense": Mechanism("dense, SDPA", lambda c: {"kind": "full"}),
 }
 
@@ -132,15 +135,16 @@ def _build(name: str, case: FamilyCase, device: torch.device) -> Workload:
     else:
         make = build_causal_attention if case.causal else build_attention
         layer = make(case.hidden, case.heads, setting)
-    return _workload(layer, case, device, MECHANISMS[name].waits)
+    return _workload(layer, case, device)
 
 
 def _build_rival(name: str, case: FamilyCase, device: torch.device) -> Workload:
     torch.manual_seed(0)
-    return _workload(RIVALS[name].make(case), case, device, waits=True)
+    # Most of them read numbers back.
+    return replace(_workload(RIVALS[name].make(case), case, device), waits=True)
 
 
-def _workload(layer: nn.Module, case: FamilyCase, device: torch.device, waits: bool) -> Workload:
+def _workload(layer: nn.Module, case: FamilyCase, device: torch.device) -> Workload:
     dtype = getattr(torch, case.dtype)
     layer = layer.to(device, dtype).eval()
     hidden = torch.randn(case.batch, case.tokens, case.hidden, device=device, dtype=dtype)
@@ -155,7 +159,7 @@ def _workload(layer: nn.Module, case: FamilyCase, device: torch.device, waits: b
     # A layer may return fewer tokens than it was given.
     left = count_pools(case.tokens, getattr(layer, "shortens", 1))
     output = hidden.new_empty(case.batch, left, case.hidden)
-    return Workload(forward, [hidden, *weights], output, resident, waits)
+    return Workload(forward, [hidden, *weights], output, resident)
 
 
 CONTENDERS = Contenders()
