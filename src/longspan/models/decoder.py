@@ -214,7 +214,7 @@ class LongspanForCausalLM(PreTrainedModel):
         """Continue input_ids [batch, tokens], one [batch] of new tokens after the other.
 
         What is kept of the text stays as long as the layers' windows and memories, however long
-        it gets; "full", "sparse", "reformer" and "routing" layers keep everything.
+        it gets; "full", "sparse", "bigbird", "reformer" and "routing" layers keep everything.
 
         Args:
             sampler: how to choose; the likeliest token by default.
