@@ -185,29 +185,9 @@ class _Blocks(NamedTuple):
         return row * keys + at
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        batch, heads, blocks = query.shape[:3]
-        asked, own = self.asked, self.own
-        there = (asked.listed[:, :, own] >= 0)[..., None, :]
-        bias = None
-        begin, size = own.start * asked.size, asked.size
-        place = torch.arange(begin, begin + blocks * size, device=query.device)
-        place = place.view(blocks, size, 1)
-        if asked.at is not None:
-            there = there & (asked.listed[:, :, own, None] <= place + asked.at)
-        if asked.first is not None and asked.last is not None:
-            distance = place - asked.first[own, None]
-            there = there & (distance >= 0) & (place <= asked.last[own, None])
-            for spans in learned:
-                spans = spans.to(torch.promote_types(spans.dtype, torch.float32))
-                left = asked.ramp + spans[:, None, None, None] - distance
-                there = there & (left > 0)
-                # No logarithm, and no gradient of it, where nothing is left.
-                left = torch.where(there, (left / asked.ramp).clamp(max=1.0), 1.0)
-                bias = left.log().to(query.dtype)
-        blank = ~there.any(-1, keepdim=True)
-        mask = there | blank  # a row that sees nothing would be NaN
-        if bias is not None:
-            mask = bias.masked_fill(~mask, -torch.inf).masked_fill(blank, 0.0)
+        batch, heads = query.shape[:2]
+        asked = self.asked
+        mask, blank = self._seen(query, *learned) if asked.at is None else self._seen_before()
         if mask.shape[0] > 1 or mask.shape[1] > 1:
             mask = mask.expand(batch, heads, *mask.shape[2:])
         else:
@@ -221,6 +201,45 @@ class _Blocks(NamedTuple):
                 scale=asked.scale,
             )
         return out.unflatten(0, (batch, heads)).masked_fill(blank, 0.0)
+
+    def _seen(self, query: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor]:
+        """A mask or what is added to scores [..., blocks, size or 1, count], and which queries see
+        nothing. These see something there, as they would be NaN."""
+        asked, own = self.asked, self.own
+        there = (asked.listed[:, :, own] >= 0)[..., None, :]
+        bias = None
+        if asked.first is not None and asked.last is not None:
+            begin, size, blocks = own.start * asked.size, asked.size, query.shape[2]
+            place = torch.arange(begin, begin + blocks * size, device=query.device)
+            place = place.view(blocks, size, 1)
+            distance = place - asked.first[own, None]
+            there = there & (distance >= 0) & (place <= asked.last[own, None])
+            for spans in learned:
+                spans = spans.to(torch.promote_types(spans.dtype, torch.float32))
+                left = asked.ramp + spans[:, None, None, None] - distance
+                there = there & (left > 0)
+                # No logarithm, and no gradient of it, where nothing is left.
+                left = torch.where(there, (left / asked.ramp).clamp(max=1.0), 1.0)
+                bias = left.log().to(query.dtype)
+        blank = ~there.any(-1, keepdim=True)
+        mask = there | blank
+        if bias is not None:
+            mask = bias.masked_fill(~mask, -torch.inf).masked_fill(blank, 0.0)
+        return mask, blank
+
+    def _seen_before(self) -> tuple[Tensor, Tensor]:
+        """The same where no query sees a key behind its own, with one comparison for each score."""
+        asked = self.asked
+        assert asked.at is not None
+        listed, size = asked.listed[:, :, self.own], asked.size
+        block = torch.arange(listed.shape[2], device=listed.device)[:, None] + self.own.start
+        # From which query of its block on a key is seen: behind the last, if there is no key.
+        low = (listed - (block * size + asked.at)).clamp(0, size)
+        low = torch.where(listed >= 0, low, size)
+        low = low.to(torch.int16 if size < 2**15 else torch.int32)[..., None, :]
+        query = torch.arange(size, dtype=low.dtype, device=low.device)[:, None]
+        lowest = low.amin(-1, keepdim=True)
+        return low <= torch.maximum(query, lowest), query < lowest
 
 
 def tokens_of(blocks: Tensor, size: int, tokens: int) -> Tensor:
