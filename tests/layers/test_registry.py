@@ -5,7 +5,7 @@ import torch
 
 from longspan.layers.base import AttentionLayer
 from longspan.layers.block import Block
-from longspan.layers.position import rotate, sinusoids, tile_positions
+from longspan.layers.position import rotate, rotate_from, sinusoids, tile_positions
 from longspan.layers.registry import build_attention
 from longspan.layers.window import WindowAttention
 from longspan.ops import visibility
@@ -103,6 +103,29 @@ def test_turned_scores_depend_on_distance_alone():
         torch.testing.assert_close(q.norm(dim=-1), query.norm(dim=-1), rtol=1e-6, atol=1e-6)
         scores.append(torch.einsum("bihd,bjhd->bhij", q, k))
     torch.testing.assert_close(*scores, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("first", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_in_a_row_are_turned_as_complex_numbers(first, dtype):
+    """And their gradients are turned back."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 9, 3, 8, dtype=torch.float64).to(dtype).unbind()
+    query.requires_grad_()
+    angle = (torch.arange(9).double() + first)[:, None] / 100.0 ** (torch.arange(4).double() / 4)
+
+    def exact(states, angle):
+        pairs = states.detach().double().unflatten(-1, (2, 4)).transpose(-1, -2).contiguous()
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        made = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+        return made.transpose(-1, -2).flatten(-2).to(dtype)
+
+    q, k = rotate_from(first, query, key, base=100.0)
+    torch.testing.assert_close(q, exact(query, angle))
+    torch.testing.assert_close(k, exact(key, angle))
+    assert not k.requires_grad
+    (back,) = torch.autograd.grad(q, query, key)
+    torch.testing.assert_close(back, exact(key, -angle))
 
 
 def test_rotation_starts_over_in_every_document():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from longspan.layers.position import rotate, sinusoids
+from longspan.layers.position import rotate_from, sinusoids
 from longspan.ops.relative import Relative, banded_attention
 from longspan.ops.window import window_attention
 from longspan.ops.window.pattern import check_dilation
@@ -161,7 +161,7 @@ class CausalAttention(nn.Module):
         """Queries and keys, turned if positions are rotary; `first` tokens were read before."""
         if self.base is None:
             return states
-        return rotate(*states, position=token_places(states[0], first), base=self.base)
+        return rotate_from(first, *states, base=self.base)
 
     def forward(
         self, hidden: Tensor, first: int = 0, state: Any = None, keep_state: bool = False
@@ -316,8 +316,3 @@ def check_left(left: int, name: str = "left") -> int:
     if isinstance(left, bool) or not isinstance(left, int) or left < 0:
         raise ValueError(f"{name}={left!r} must be a whole number of steps, 0 or more")
     return left
-
-
-def token_places(hidden: Tensor, first: int) -> Tensor:
-    """[1, tokens] float64: where tokens stand in a text of which `first` were read before."""
-    return torch.arange(hidden.shape[1], device=hidden.device, dtype=torch.float64)[None] + first
