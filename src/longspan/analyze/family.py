@@ -65,7 +65,7 @@ ROWS = {
     "causal-poolingformer": Row("257 keys, then pools over 1,025", "causal-poolingformer"),
     "causal-blockwise": Row("its block of 512, or the one before", "causal-blockwise"),
     "sparse-strided": Row("the last √n keys, and every √n-th before", "causal-sparse"),
-    "sparse-fixed": Row("its block of √n, and 8 of each before"),
+    "sparse-fixed": Row("its block of √n, and 8 of each before", "causal-sparse-fixed"),
     "adaptive-span": Row("at most 513 keys", "causal-adaptive_span"),
     "causal-bp": Row("all before, in spans", "causal-bp"),
     "shortformer": Row("its segment of 256 and the one before", "causal-shortformer"),

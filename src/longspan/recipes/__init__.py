@@ -29,7 +29,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "rival-compressive": rivals.compressive,
     "rival-compressive-mean": rivals.compressive_mean,
     "rival-dense": rivals.dense,
-    **{f"causal-{kind}": partial(causal.causal, kind) for kind in causal.KINDS},
+    **{f"causal-{arm}": partial(causal.causal, arm) for arm in causal.ARMS},
     "small-increasing": ablations.small_increasing,
     "small-decreasing": ablations.small_decreasing,
     "small-fixed": ablations.small_fixed,

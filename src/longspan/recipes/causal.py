@@ -26,6 +26,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "poolingformer": {"norm_keys": True},
     "blockwise": {"norm_keys": True},
     "sparse": {"stride": 128, "norm_keys": True},
+    "sparse-fixed": {
+        "kind": "sparse",
+        "pattern": "fixed",
+        "stride": 128,
+        "summary": 8,
+        "norm_keys": True,
+    },
     "adaptive_span": {"longest": 1024, "norm_keys": True},
     "bp": {"norm_keys": True},
     "shortformer": {"segment": 512},
@@ -37,18 +44,21 @@ _FEED_FORWARD = {
     "routing": FEED_FORWARD + 256,
     "poolingformer": FEED_FORWARD - 768,
 }
+_FORMS = {"sparse": ("sparse", "sparse-fixed")}  # of a kind that has several
 
-KINDS = tuple(kind for kind in CAUSAL_ATTENTION if kind not in _RIVALS)
-STUDY = tuple(_RIVALS.get(kind, f"causal-{kind}") for kind in CAUSAL_ATTENTION)
+ARMS = tuple(
+    arm for kind in CAUSAL_ATTENTION if kind not in _RIVALS for arm in _FORMS.get(kind, (kind,))
+)
+STUDY = (*_RIVALS.values(), *(f"causal-{arm}" for arm in ARMS))
 
 
-def causal(kind: str) -> Recipe:
+def causal(arm: str) -> Recipe:
     """Novels, two minutes: a kind of attention on rows of 8,192."""
     return rival(
-        f"causal-{kind}",
-        {"kind": kind, **_OPTIONS.get(kind, {})},
+        f"causal-{arm}",
+        {"kind": arm, **_OPTIONS.get(arm, {})},
         length=8192,
-        feed_forward=_FEED_FORWARD.get(kind, FEED_FORWARD),
+        feed_forward=_FEED_FORWARD.get(arm, FEED_FORWARD),
         evaluation=Evaluation("sliding", length=16_384, stride=8192, batch=4),
         compile="layers",
     )

@@ -18,7 +18,10 @@ _SIZES = {
 # positions: with twice as many it is made long, as it would be without --shrink.
 _LENGTH, _NEW_LENGTH = 1024, 256
 _WRITTEN, _BEAMS = 16, 2
-_MOST = {"left": 8, "memory": 8, "compressed": 8, "clamp": 8, "stride": 4, "longest": 8}
+_MOST = {
+    **{"left": 8, "memory": 8, "compressed": 8, "clamp": 8},
+    **{"stride": 4, "summary": 2, "longest": 8},
+}
 
 
 def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
