@@ -70,8 +70,7 @@ class SparseAttention(CausalAttention):
 
     def _strided(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         near = self.heads - self.heads // 2
-        # A plain number, for which a compiled layer is compiled: windows take no other.
-        back = -(-operator.index(key.shape[1]) // self.stride)
+        back = -(-_known(key.shape[1]) // self.stride)
         parts = []
         for heads, left, step in (
             (slice(0, near), self.stride - 1, 1),
@@ -87,11 +86,18 @@ class SparseAttention(CausalAttention):
         return torch.cat(parts, dim=2)
 
     def _fixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        tokens = _known(key.shape[1])
         asking = blocks_asking(query, key, self.stride)
-        (listed,) = _lists(query, *asking, int(key.shape[1]), self.stride, self.summary)
+        (listed,) = _lists(query, *asking, tokens, self.stride, self.summary)
         return causal_listed_attention(
             query, key, value, listed[None, None], size=self.stride, dropout_p=self.dropout_p
         )
+
+
+def _known(tokens: int) -> int:
+    """A plain number, for which a compiled layer is compiled: windows take no other, and of lists
+    that grow with the text torch 2.13 makes nothing for texts of any length."""
+    return operator.index(tokens)
 
 
 @made_once
