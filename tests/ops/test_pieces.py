@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.ops import fading, listed, relative
 from longspan.ops.fading import fading_attention
@@ -85,3 +86,31 @@ def test_the_backward_pass_has_the_precision_of_the_forward_pass(operation):
         if not inside:
             found.append(torch.autograd.grad(out.float().square().sum(), value))
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scores", [800, 10**9])
+def test_what_many_blocks_add_to_a_key_is_added_up_precisely(scores, compiled, monkeypatch):
+    """Blocks that all list the same keys are dense attention to these."""
+    monkeypatch.setattr(listed, "_CPU_SCORES", scores)
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, n, 2, 8).bfloat16() for n in (400, 4, 4)]
+    weight = torch.randn_like(tensors[0]) + 0.5
+    blocks = torch.arange(4).expand(1, 1, 100, 4)
+
+    def by_blocks(query, key, value):
+        return listed_attention(query, key, value, blocks, size=4)
+
+    def plain(*tensors):
+        return scaled_dot_product_attention(*(t.transpose(1, 2) for t in tensors)).transpose(1, 2)
+
+    def gradients(operation, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        return torch.autograd.grad(operation(*leaves), leaves, weight.to(dtype))
+
+    if compiled:
+        by_blocks = torch.compile(by_blocks, backend="aot_eager", fullgraph=True)
+    exact = gradients(plain, DTYPE)
+    found, allowed = gradients(by_blocks, torch.bfloat16), gradients(plain, torch.bfloat16)
+    for one, other, right in zip(found, allowed, exact, strict=True):
+        assert (one - right).norm() <= 2 * (other - right).norm()

@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from longspan.ops import listed_fused
 from longspan.ops.listed_fused import Asked, serves
 from longspan.ops.operator import operator
-from longspan.ops.pieces import in_pieces
+from longspan.ops.pieces import by_torch, in_pieces, wide
 from longspan.ops.window.dropout import GOLDEN, WORD, mix
 
 # Scores that are computed at a time, over all batch rows and heads. A CPU wants all that belongs
@@ -131,6 +131,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
     pieces = [
         _Blocks(slice(first, first + together), asked) for first in range(0, blocks, together)
     ]
+    if by_torch(pieces) and torch.is_grad_enabled():  # it adds up in the precision that keys have
+        k, v = (t.to(wide(t)) for t in (k, v))
     learned = () if asked.spans is None else (asked.spans,)
     out = in_pieces(pieces, 2, q, k, v, *learned, random=asked.dropout_p > 0)
     return out.flatten(2, 3)[:, :, :queries].transpose(1, 2)
@@ -187,6 +189,7 @@ class _Blocks(NamedTuple):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
         batch, heads = query.shape[:2]
         asked = self.asked
+        key, value = key.to(query.dtype), value.to(query.dtype)
         mask, blank = self._seen(query, *learned) if asked.at is None else self._seen_before()
         if mask.shape[0] > 1 or mask.shape[1] > 1:
             mask = mask.expand(batch, heads, *mask.shape[2:])

@@ -47,12 +47,22 @@ def in_pieces(
     """What all pieces make of queries that are cut along `dim`, shaped as these; differentiable
     once. `learned` is what else has gradients; `random`: they draw numbers."""
     tensors = query, key, value, *learned
+    if not by_torch(pieces):
+        return _Pieces.apply(pieces, dim, random, *tensors)
     if len(pieces) == 1:
         return _attend(pieces[0], dim, *tensors)
-    if torch.compiler.is_compiling():  # it cannot look into what `_Pieces` does backward
-        parts = [checkpoint(_attend, one, dim, *tensors, use_reentrant=False) for one in pieces]
-        return torch.cat(parts, dim)
-    return _Pieces.apply(pieces, dim, random, *tensors)
+    parts = [checkpoint(_attend, one, dim, *tensors, use_reentrant=False) for one in pieces]
+    return torch.cat(parts, dim)
+
+
+def by_torch(pieces: Sequence[Piece]) -> bool:
+    """Whether torch finds the gradients: a compiler cannot look into what `_Pieces` does."""
+    return len(pieces) == 1 or torch.compiler.is_compiling()
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """In which what a tensor gets from many places is added up."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _attend(
@@ -87,7 +97,7 @@ class _Pieces(torch.autograd.Function):
         learned = [t.detach().requires_grad_() for t in learned]
         by_query = torch.empty_like(query)
         # A key may be in many pieces: its gradient is a long sum.
-        sums = [t.new_zeros(t.shape, dtype=_wide(t)) for t in (key, value, *learned)]
+        sums = [t.new_zeros(t.shape, dtype=wide(t)) for t in (key, value, *learned)]
         with ctx.again():
             for piece in ctx.pieces:
                 own = _cut(query, ctx.dim, piece), *piece.take(key, value)
@@ -105,7 +115,3 @@ class _Pieces(torch.autograd.Function):
         tensors = key, value, *learned
         found = [total.to(t.dtype) for total, t in zip(sums, tensors, strict=True)]
         return None, None, None, by_query, *found
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
