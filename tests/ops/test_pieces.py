@@ -88,6 +88,15 @@ def test_the_backward_pass_has_the_precision_of_the_forward_pass(operation):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@OPERATIONS
+def test_second_derivatives_are_refused(operation):
+    """Not left out, as they would be of a sum of which another part has them."""
+    query, key, value = problem()
+    out = operation(query, key, value)
+    with pytest.raises(RuntimeError, match="gradients can be taken once"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scores", [800, 10**9])
 def test_what_many_blocks_add_to_a_key_is_added_up_precisely(scores, compiled, monkeypatch):

@@ -89,10 +89,9 @@ class _Pieces(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # by create_graph; torch's own decorator may say nothing
+            raise RuntimeError("attention in pieces: gradients can be taken once, not of gradients")
         query, key, value, *learned = ctx.saved_tensors
         learned = [t.detach().requires_grad_() for t in learned]
         by_query = torch.empty_like(query)
