@@ -20,6 +20,7 @@ from longspan.bench.family.cases import (
     DECODERS,
     ENCODERS,
     MATCHED,
+    QUADRATIC,
     FamilyCase,
 )
 from longspan.bench.family.claims import claims
@@ -74,6 +75,17 @@ def test_what_is_not_installed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> No
     assert "bigbird" in named
     assert "transformers-reformer" in named
     assert "transformers-bigbird" not in named
+
+
+def test_long_documents_on_a_cpu_are_for_what_can_read_them() -> None:
+    named = {"cpu": set(), "cuda": set()}
+    for device, names in named.items():
+        for job in find("family").jobs(device=device, dtype="float32"):
+            if job.case.tokens == 262_144:
+                names.update(job.contenders)
+    ours = {*ENCODERS, *DECODERS}
+    assert named["cpu"] == ours - {*QUADRATIC}
+    assert named["cuda"] > ours
 
 
 _JUDGED = ("time", "memory")

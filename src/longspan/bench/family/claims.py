@@ -4,7 +4,14 @@ in memory, and none much slower than the best public implementation."""
 from collections.abc import Iterator
 
 from longspan.bench.benchmark import PASSES, Claim, Pass, ratio
-from longspan.bench.family.cases import BESIDE_DECODERS, DECODERS, ENCODERS, ROOT, FamilyCase
+from longspan.bench.family.cases import (
+    BESIDE_DECODERS,
+    DECODERS,
+    ENCODERS,
+    QUADRATIC,
+    ROOT,
+    FamilyCase,
+)
 from longspan.bench.family.contenders import CONTENDERS
 from longspan.bench.family.rivals import RIVALS
 from longspan.bench.store import Results
@@ -60,7 +67,7 @@ def _growth(results: Results) -> list[Claim]:
         )
         for name in names:
             pairs = [(a, b) for a in cases for b in cases if b.tokens == 4 * a.tokens]
-            if "dense" in name or name == "funnel" or not pairs:  # quadratic, by its definition
+            if name in QUADRATIC or not pairs:
                 continue
             short, long = pairs[-1]
             kind = "forward+backward"
