@@ -8,7 +8,7 @@ import torch
 
 from longspan.layers.causal import CausalFull, CausalWindow
 from longspan.layers.compressive import COMPRESSIONS, CompressiveAttention, Compressor
-from longspan.layers.position import rotate
+from longspan.layers.position import rotate, rotate_from
 from longspan.layers.registry import CAUSAL_ATTENTION, build_causal_attention
 from longspan.layers.xl import XLAttention
 
@@ -118,6 +118,18 @@ def test_rotary_positions_are_relative():
         return torch.einsum("bihd,bjhd->bij", *turned)
 
     torch.testing.assert_close(scores(0), scores(1_000_000), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_rotation_is_differentiated_twice(first):
+    given = torch.randn(1, 5, 2, 4, dtype=torch.float64, requires_grad=True)
+
+    def squared(one):
+        (turned,) = rotate_from(first, one, base=100.0)
+        return turned.square() * torch.arange(4)
+
+    torch.autograd.gradcheck(squared, given)
+    torch.autograd.gradgradcheck(squared, given)
 
 
 def sinusoid(distance, dim):

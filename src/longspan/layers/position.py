@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longspan.ops.once import made_once
 from longspan.ops.operator import operator
@@ -83,10 +82,9 @@ class _Turned(torch.autograd.Function):
         return _turn(one, cos, sin)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        return _Turned.apply(grad, cos, -sin), None, None
 
 
 def _turn(one: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
