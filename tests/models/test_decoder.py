@@ -149,7 +149,8 @@ def test_labels_are_shifted_targets_are_not():
 
 
 @KINDS
-def test_checkpointing_changes_no_gradient(kind):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_gradient(kind, reentrant):
     made, given = model(kind).train(), ids()
 
     def gradients():
@@ -159,7 +160,7 @@ def test_checkpointing_changes_no_gradient(kind):
         return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
 
     plain = gradients()
-    made.gradient_checkpointing_enable({"use_reentrant": False})
+    made.gradient_checkpointing_enable({"use_reentrant": reentrant})
     torch.testing.assert_close(gradients(), plain)
 
 

@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from longspan.layers.causal import CausalAttention, CausalWindow, RelativePositions
+from longspan.layers.causal import Attended, CausalAttention, CausalWindow, RelativePositions
 from longspan.layers.decoder_block import DecoderBlock
 from longspan.layers.reversible import decode
 from longspan.models.decoder_config import LongspanDecoderConfig
@@ -199,6 +199,7 @@ class LongspanForCausalLM(PreTrainedModel):
                 done = self._gradient_checkpointing_func(
                     block.__call__, hidden, first, before, keep_state
                 )
+                done = Attended(*done)  # a reentrant checkpoint makes a plain tuple of it
             else:
                 done = block(hidden, first, before, keep_state)
             hidden = done.out
