@@ -106,6 +106,15 @@ def test_layers_of_a_decoder_draw_different_blocks():
     assert not any(torch.equal(one, other) for one, other in combinations(lists, 2))
 
 
+@pytest.mark.parametrize("seed", [2**40, -(2**62)])
+@pytest.mark.parametrize("build", [encoder_layer, causal_layer])
+def test_seeds_of_any_size(build, seed):
+    """Those that are equal in their last 32 bits draw the same."""
+    hidden = states(1, 60)
+    one, other = (build({**SETTING, "seed": own})(hidden) for own in (seed, 0))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"window": 0}, "window=0 blocks must be at least 1"), ({"random": -1}, "random=-1")],

@@ -318,5 +318,5 @@ def _drawn(place: Tensor, heads: int, count: int, seed: int) -> Tensor:
     """[heads, blocks, count] from 0 to 1. Computed, not drawn: the same on every device, and none
     has to wait for numbers of another."""
     head, number = (torch.arange(n, device=place.device) for n in (heads, count))
-    row = mix((seed * GOLDEN + head) & WORD)[:, None] + place
+    row = mix(((seed * GOLDEN & WORD) + head) & WORD)[:, None] + place
     return mix(mix(row & WORD)[..., None] ^ (number * GOLDEN & WORD)).double() / 2**32
