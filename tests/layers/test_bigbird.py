@@ -92,6 +92,14 @@ def test_the_causal_mask_written_out(tokens, window):
     torch.testing.assert_close(made(hidden).out, written_out(made, hidden, seen))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_a_text_shorter_than_its_global_blocks(tokens):
+    """Blocks of one token, and more of them global than there are."""
+    made, hidden = causal_layer({**SETTING, "block": 1, "global_blocks": 5}), states(2, tokens)
+    seen = torch.ones(HEADS, tokens, tokens, dtype=torch.bool).tril()
+    torch.testing.assert_close(made(hidden).out, written_out(made, hidden, seen))
+
+
 def test_layers_of_a_decoder_draw_different_blocks():
     config = longspan.LongspanDecoderConfig(
         vocab_size=30,

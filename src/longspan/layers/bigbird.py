@@ -220,7 +220,7 @@ def _blocks_seen(
     documents of `blocks` [batch] blocks sees, -1 = none, the `first` ones last and only there."""
     some = random_blocks(blocks, most, heads, random, window // 2, seed)
     near = near_blocks(most, window // 2, blocks.device).expand(*some.shape[:2], -1, -1)
-    return _first_ones_last(torch.cat((near, some), -1), first)
+    return _first_ones_last(torch.cat((near, some), -1), first, most)
 
 
 @made_once
@@ -239,11 +239,13 @@ def _blocks_before(
     some = earlier_random_blocks(place, heads, random, window, seed)
     near = place[:, None] - torch.arange(window, device=device)
     seen = torch.cat((near.expand(heads, -1, -1), some), -1)
-    return (_first_ones_last(seen, first)[None],)
+    return (_first_ones_last(seen, first, end)[None],)
 
 
-def _first_ones_last(seen: Tensor, first: int) -> Tensor:
-    """The `first` blocks, which all see, behind the others [..., count] and only there."""
+def _first_ones_last(seen: Tensor, first: int, blocks: int) -> Tensor:
+    """The `first` blocks, which all see, of so many that there are, behind the others
+    [..., count] and only there."""
     seen = torch.where(seen < first, -1, seen)
-    everywhere = torch.arange(first, device=seen.device).expand(*seen.shape[:-1], -1)
-    return torch.cat((seen, everywhere), -1)
+    everywhere = torch.arange(first, device=seen.device)
+    everywhere = torch.where(everywhere < blocks, everywhere, -1)
+    return torch.cat((seen, everywhere.expand(*seen.shape[:-1], -1)), -1)
