@@ -9,6 +9,7 @@ from longspan.recipes import find, find_study
 from longspan.recipes.shrink import shrink
 from longspan.tasks import runs
 from longspan.tasks.runs import carry_out, open_run
+from longspan.train.recipe import change
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 60, dtype=np.uint8)
 CORPUS = Corpus(TEXT, TEXT[:100], TEXT[:100])
@@ -59,3 +60,12 @@ def test_folders_without_a_run_are_named(tmp_path):
         open_run(tmp_path)
     with pytest.raises(ValueError, match="did you mean rivals"):
         find_study("rival")
+
+
+@pytest.mark.parametrize("number", ["", "1."])
+def test_a_toy_takes_what_its_recipe_takes(number):
+    """One setting for all layers stays one, and a list stays a list."""
+    name = "rival-longformer" if number else "causal-sparse"
+    option = f"model.attention.{number}{'left' if number else 'stride'}"
+    for recipe in (find(name), shrink(find(name))):
+        assert change(recipe, {option: 3}).model["attention"] != recipe.model["attention"]

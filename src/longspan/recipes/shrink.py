@@ -27,11 +27,12 @@ _MOST = {
 def shrink(recipe: Recipe, steps: int = 2) -> Recipe:
     """Two layers, two heads, short windows and segments; `steps` steps per phase, float32."""
     given = recipe.model["attention"]
-    settings = [given, given] if isinstance(given, dict) else [given[0], given[-1]]
+    # One for all layers stays one, so that its options are set by the same paths.
+    small = _shrink(given) if isinstance(given, dict) else [_shrink(given[n]) for n in (0, -1)]
     model = {
         **recipe.model,
         **_SIZES,
-        "attention": [_shrink(setting) for setting in settings],
+        "attention": small,
     }
     phases = tuple(
         replace(
