@@ -63,6 +63,7 @@ def test_a_part_of_several_values_is_replaced():
         ("batch_size=3", "batch_size is unknown; did you mean phases.0.batch?"),
         ("optimiser.clip=3", "optimiser is unknown; did you mean optimizer?"),
         ("phases.9.steps=3", "phases.9: there are 5, numbered from 0"),
+        ("phases.steps=3", "phases.steps: there are 5, numbered from 0, e.g. phases.0.steps"),
         ("phases.0.steps=many", "phases.0.steps='many': expected int"),
         ("phases.0.steps=1.5", "phases.0.steps=1.5: expected int"),
         ("optimizer.kind=sgd", "choose from adamw, muon"),

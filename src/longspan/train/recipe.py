@@ -265,7 +265,9 @@ def _place(inside: Any, name: str, key: str) -> Any:
         return name
     if isinstance(inside, list | tuple):
         if not name.isdigit() or int(name) >= len(inside):
-            raise ValueError(f"{key}: there are {len(inside)}, numbered from 0")
+            above, _, last = key.rpartition(".")
+            hint = "" if name.isdigit() else f", e.g. {above}.0.{last}"
+            raise ValueError(f"{key}: there are {len(inside)}, numbered from 0{hint}")
         return int(name)
     raise ValueError(f"{key}: {inside!r} has no parts")
 
