@@ -320,7 +320,8 @@ def test_an_identity_loses_nothing():
     [
         ({"left": -1}, "left=-1"),
         ({"left": 4, "position": "absolute"}, "choose from rotary, relative"),
-        ({"left": 4, "dilation": [1, 1.5]}, r"dilation=\[1, 1.5\]: expected int | "),
+        ({"left": 4, "dilation": [1, 1.5]}, r"\[1, 1.5\]: expected int or a list of int"),
+        ({"kind": "blockwise", "shifts": "0,1"}, "'0,1': expected a list of int or None"),
         ({"kind": "xl", "memory": -1}, "memory=-1"),
         ({"kind": "xl", "memory": 1.5}, "memory=1.5: expected int"),
         ({"kind": "xl", "memory": "abc"}, "memory='abc': expected int"),

@@ -141,6 +141,7 @@ def test_fresh_directions_and_a_state_do_not_go_together():
     ("change", "message"),
     [
         ({"buckets": 5}, "buckets=5 must be even"),
+        ({"buckets": 0}, "buckets=0 must be even, 2 or more"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),
         ({"chunk": 0}, "chunk=0 must be at least 1"),
     ],

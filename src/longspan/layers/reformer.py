@@ -28,7 +28,7 @@ class Hashes(nn.Module):
     ) -> None:
         super().__init__()
         if buckets < 2 or buckets % 2:
-            raise ValueError(f"buckets={buckets} must be even, half of them opposite the others")
+            raise ValueError(f"buckets={buckets} must be even, 2 or more: half face the others")
         if rounds < 1:
             raise ValueError(f"rounds={rounds} must be at least 1")
         self.fresh = fresh

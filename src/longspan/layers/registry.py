@@ -3,7 +3,8 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from longspan.layers.adaptive_span import AdaptiveSpanAttention
 from longspan.layers.base import AttentionLayer
@@ -111,11 +112,21 @@ def _check_options(layer: Callable[..., Any], kind: str, options: Mapping[str, A
             raise ValueError(f"attention kind {kind!r} has no option {name!r}; {hint}")
     for one in taken:
         if one.name in options and not _fits(options[one.name], one.annotation):
-            wanted = getattr(one.annotation, "__name__", str(one.annotation))
+            wanted = _in_words(one.annotation)
             raise ValueError(f"{one.name}={options[one.name]!r}: expected {wanted}")
     missing = [one.name for one in taken if one.default is one.empty and one.name not in options]
     if missing:
         raise ValueError(f"attention kind {kind!r} needs {' and '.join(missing)}")
+
+
+def _in_words(kind: Any) -> str:
+    """`int or a list of int` for `int | Sequence[int]`."""
+    if kind is type(None):
+        return "None"
+    inside = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_in_words, inside))
+    return f"a list of {_in_words(inside[0])}" if inside else kind.__name__
 
 
 def _fits(value: Any, kind: Any) -> bool:
