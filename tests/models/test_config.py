@@ -45,7 +45,8 @@ def test_longest_document():
     ("change", "error", "message"),
     [
         ({"attention": [{"window": 8}]}, ValueError, "1 settings for 2 layers"),
-        ({"attention": 512}, TypeError, "one setting or a list"),
+        ({"attention": 512}, TypeError, "or a list of them, got 512"),
+        ({"attention": "bp"}, TypeError, r'such as {"kind": "bigbird"}, or .*got .bp'),
         ({"attention": [{"window": 8}, {"window": 7}]}, ValueError, "layer 1: window=7"),
         ({"attention": {"kind": "magic"}}, ValueError, "choose from window"),
         ({"hidden_size": 25}, ValueError, "dim=25 is not divisible by heads=3"),

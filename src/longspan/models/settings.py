@@ -11,7 +11,10 @@ def per_layer(given: Any, layers: int) -> list[Mapping[str, Any]]:
     if isinstance(given, Mapping):
         given = [given] * layers
     if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
-        raise TypeError(f"attention must be one setting or a list of them, got {given!r}")
+        raise TypeError(
+            'attention must be one setting, such as {"kind": "bigbird"}, or a list of them, '
+            f"got {given!r}"
+        )
     if len(given) != layers:
         raise ValueError(
             f"attention has {len(given)} settings for {layers} layers; "
