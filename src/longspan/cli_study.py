@@ -1,15 +1,19 @@
 """The commands that put models side by side: study, plot, scores."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from longspan.cli_settings import SettingCommand
 from longspan.cli_train import console_for_logs
 
 if TYPE_CHECKING:
     from longspan.analyze.runs import Probe
+    from longspan.tasks.charlm import CharLM
 
 commands = typer.Typer()
 
@@ -186,9 +190,12 @@ def study(
         if minutes is not None:
             settings["minutes"] = minutes
         recipes = [change(r, settings) for r in recipes if not only or r.name in only]
-        failed = carry_out(
-            recipes, folder, console, after=lambda run, task: measure_run(run, task, probe)
-        )
+
+        def measured(run: Path, task: "CharLM") -> None:
+            with _telling(console) as say:
+                measure_run(run, task, probe, say)
+
+        failed = carry_out(recipes, folder, console, after=measured)
         done = [folder / recipe.name for recipe in recipes if recipe.name not in failed]
         if done:
             _plot(done, probe, data, folder)
@@ -375,6 +382,16 @@ def _given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+@contextmanager
+def _telling(console: Console) -> Iterator[Callable[[str], None]]:
+    """What is being done: on a terminal a line that changes, in logs one after the other."""
+    if not console.is_terminal:
+        yield lambda text: console.print(text, highlight=False)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
 def _plot(
     runs: list[Path], probe: "Probe", data: Path | None, output: Path, *, shared: bool = False
 ) -> None:
@@ -383,7 +400,8 @@ def _plot(
     from longspan.train.checkpoint import write_json, write_text
 
     console = console_for_logs()
-    found = measure(runs, probe, data=data, say=lambda text: console.print(text, highlight=False))
+    with _telling(console) as say:
+        found = measure(runs, probe, data=data, say=say)
     found["shared"] = shared
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "runs.json", found)

@@ -76,7 +76,7 @@ def test_runs_measured_apart_are_joined(found, runs, tmp_path):
         (copy / "measured.json").write_bytes((folder / "measured.json").read_bytes())
     said = []
     assert measure(copies, Probe(), say=said.append) == found
-    assert said == [f"measured before: {name}" for name in NAMES]
+    assert said == [f"{name}: measured before" for name in NAMES]
     known = json.loads((copies[1] / "measured.json").read_text())
     for commit, whole in (("abc", "abc"), (None, None)):
         for copy in copies:
@@ -95,7 +95,10 @@ def test_a_run_is_measured_again_by_another_probe(runs):
     for _ in range(2):
         assert measure(runs[:1], other, say=said.append)["probe"]["limit"] == 100
     measure(runs[:1], PROBE)
-    assert said == [f"measuring {NAMES[0]}", f"measured before: {NAMES[0]}"]
+    *stages, last = said
+    assert last == f"{NAMES[0]}: measured before"
+    assert stages[0] == f"{NAMES[0]}: bits per character, valid"
+    assert f"{NAMES[0]}: the loss of 20 bytes, 16 of 32 before each" in stages
 
 
 def test_positions_are_averaged_in_doubling_bins(monkeypatch):

@@ -34,6 +34,10 @@ _SHOWN = frozenset({"name", "parameters", "bits_per_character", "peak_mib", "ste
 _SHOWN_OF_TIME = frozenset({"characters_per_second", "training_seconds"})
 
 
+def _nobody(text: str) -> None:
+    """Is told."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """What is measured of every run.
@@ -70,9 +74,10 @@ def measure(
     probe: Probe,
     *,
     data: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = _nobody,
 ) -> dict[str, Any]:
-    """Everything that tables and figures are made of, as plain values."""
+    """Everything that tables and figures are made of, as plain values; `say` is told what is being
+    done, as it takes minutes."""
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"runs are told apart by their folders' names, which repeat: {names}")
@@ -84,23 +89,27 @@ def measure(
     ]
     measured = []
     for folder, known, run in zip(folders, before, runs, strict=True):
-        say(f"{'measured before: ' if known else 'measuring '}{folder.resolve().name}")
-        if run is not None:
+        if run is None:
+            say(f"{folder.resolve().name}: measured before")
+        else:
             recipe = run.recipe
             if data is not None:
                 recipe = change(recipe, {"data.path": str(data)})
             task = CharLM(recipe, corpora.get(recipe.data))
             corpora[recipe.data] = task.corpus
-            known = measure_run(folder, task, probe)
+            known = measure_run(folder, task, probe, say)
         measured.append(known)
     return _join(dict(zip(names, measured, strict=True)))
 
 
-def measure_run(folder: Path, task: CharLM, probe: Probe) -> dict[str, Any]:
+def measure_run(
+    folder: Path, task: CharLM, probe: Probe, say: Callable[[str], None] = _nobody
+) -> dict[str, Any]:
     """What is measured of one run, also written into its folder: runs that were carried out and
     measured apart, by other machines even, are joined by these files alone."""
     run = open_run(folder)
-    of_run, losses = _measure_one(run, task, probe)
+    name = folder.resolve().name
+    of_run, losses = _measure_one(run, task, probe, lambda what: say(f"{name}: {what}"))
     measured = {
         "run": of_run,
         "losses": {str(context): own.tolist() for context, own in losses.items()},
@@ -187,23 +196,25 @@ def _recl(losses: Sequence[dict[int, np.ndarray]], probe: Probe, fraction: float
 
 
 def _measure_one(
-    run: Run, task: CharLM, probe: Probe
+    run: Run, task: CharLM, probe: Probe, say: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
     recipe, evaluation = run.recipe, run.recipe.evaluation
     model = load_model(run.checkpoint)
     half = autocast(model.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
     with half:
-        scores = {
-            split: task.evaluate(model, split, probe.limit)["bits_per_character"]
-            for split in ("valid", "test")
-        }
+        scores = {}
+        for split in ("valid", "test"):
+            say(f"bits per character, {split}")
+            scores[split] = task.evaluate(model, split, probe.limit)["bits_per_character"]
         model = with_attention(model, evaluation.attention).eval()
         segment = evaluation.length if evaluation.kind == "streamed" else None
         text = task.corpus.valid
         losses: dict[int, np.ndarray] = {}
         for context in probe.contexts:
+            say(f"the loss of {probe.tokens} bytes, {context:,} of {probe.longest:,} before each")
             batch = _rows_at_a_time(context, segment)
             losses[context] = losses_of(model, text, probe.tokens, batch, segment)(context)
+        say("the loss by position")
         positions = {
             "position": _by_position(model, _anywhere(text, probe), segment),
             "document": _by_position(model, _beginnings(text, probe), segment),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from rich.progress import (
 
 from longspan.train.checkpoint import write_text
 from longspan.train.recipe import Plan
+
+_SLOW = 5.0  # seconds of a first step: then a log that says nothing yet would look like a hang
 
 
 class Metrics:
@@ -59,7 +62,8 @@ class Bar:
         self, console: Console, recipe: Plan, begin: float, shown: bool, bits: bool = True
     ) -> None:
         self._name, self._phases, self._bits = recipe.name, len(recipe.phases), bits
-        self._console, self._shown = console, shown
+        self._console, self._shown, self._every = console, shown, recipe.log_every
+        self._begun: float | None = None  # until the first step is done
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -75,6 +79,7 @@ class Bar:
         self._progress.update(self._task, completed=begin)
 
     def __enter__(self) -> "Bar":
+        self._begun = time.monotonic()
         self._progress.start()
         return self
 
@@ -97,6 +102,12 @@ class Bar:
             fields["numbers"] = numbers
             if self._shown and not self._console.is_terminal:
                 self._console.print(f"step {done}  {numbers}", highlight=False)
+        elif self._begun is not None and self._shown and not self._console.is_terminal:
+            seconds = time.monotonic() - self._begun
+            if seconds > _SLOW:
+                told = f"the loss of every {self._every} steps follows"
+                self._console.print(f"step {done} after {seconds:.0f} s; {told}", highlight=False)
+        self._begun = None
         self._progress.update(self._task, completed=place, **fields)
 
     @contextmanager
