@@ -1,6 +1,11 @@
 """One recipe with every kind of attention: the same but for that, resumable, and put in a table."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from io import StringIO
 
@@ -128,6 +133,29 @@ def test_kinds_side_by_side_are_what_they_are_alone(tmp_path):
     assert "step 2" in (out / "dense.log").read_text()
     with pytest.raises(ValueError, match=r"other settings \(learning_rate"):
         study(replace(made, learning_rate=1.0), out, ["performer"], QUIET, jobs=2)
+
+
+def test_interrupted_side_by_side_nobody_says_a_word(tmp_path):
+    """Ctrl-C reaches every process of the terminal, those that have just begun, too."""
+    command = ["study", "lra-listops", "--shrink", "--jobs", "2", "--only", "window"]
+    command += ["--only", "dense", "--output", str(tmp_path / "out")]
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "longspan", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "LONGSPAN_CACHE": str(tmp_path)},
+    )
+    assert begun.stdout is not None
+    for line in begun.stdout:
+        if "window: training" in line:
+            break
+    time.sleep(0.2)  # it imports what it needs
+    os.killpg(begun.pid, signal.SIGINT)
+    said, _ = begun.communicate(timeout=60)
+    assert begun.returncode == 130
+    assert said.strip() == "stopped; the same command goes on"
 
 
 def test_tables_and_figure(tmp_path):

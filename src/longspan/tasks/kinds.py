@@ -2,12 +2,15 @@
 
 import gc
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -108,8 +111,9 @@ def _beside(tasks: Mapping[str, Any], output: Path, jobs: int, console: Console)
         while waiting or running:
             while waiting and len(running) < jobs:
                 kind = waiting.pop(0)
-                end, process = _begin(tasks[kind], output / kind)
-                running[end] = kind, process
+                with _heard_later():
+                    end, process = _begin(tasks[kind], output / kind)
+                    running[end] = kind, process
                 where = _log(output / kind)
                 console.print(f"{kind}: training, see {where}", highlight=False, soft_wrap=True)
             with console.status(", ".join(kind for kind, _ in running.values())):
@@ -127,6 +131,25 @@ def _beside(tasks: Mapping[str, Any], output: Path, jobs: int, console: Console)
             process.terminate()
             process.join()
     return failed
+
+
+@contextmanager
+def _heard_later() -> Iterator[None]:
+    """Ctrl-C reaches all processes. Those begun here are deaf to it from their first moment on, as
+    they are ended by the one that began them, which hears of it once it knows them."""
+    if current_thread() is not main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # children have the same
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if heard:
+            raise KeyboardInterrupt
 
 
 def _log(run: Path) -> Path:
