@@ -288,6 +288,8 @@ def test_table_4_is_as_published():
 def test_the_nearest_name_is_offered():
     with pytest.raises(ValueError, match="did you mean enwik8-small"):
         find("enwiki8-small")
+    with pytest.raises(ValueError, match="no causal linformer: each of its keys mixes all"):
+        find("causal-linformer")
 
 
 def _size(name):

@@ -54,7 +54,10 @@ def study(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Only this recipe, arm, or kind of attention; may be repeated."),
+        typer.Option(
+            help="Only this recipe (causal-bp), of positions this arm, of lra this kind (bp); may "
+            "be repeated."
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for every run; may be repeated.")

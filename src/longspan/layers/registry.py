@@ -56,7 +56,7 @@ CAUSAL_ATTENTION: dict[str, type[CausalAttention]] = {
     "routing": CausalRouting,
 }
 # Why a kind that one side knows is not for the other.
-_NOT_CAUSAL = {
+NOT_CAUSAL = {
     "linformer": "each of its keys mixes all tokens of a document, later ones with earlier ones",
     "funnel": "its pools put tokens together with later ones, and are read by all",
     "clusterformer": "its chunks are cut from a sorted text, and later tokens move earlier ones",
@@ -91,7 +91,7 @@ def _build(
     if kind not in known:
         why = "is unknown"
         if kind in ATTENTION:
-            why = f"is for encoders alone: {_NOT_CAUSAL[kind]}"
+            why = f"is for encoders alone: {NOT_CAUSAL[kind]}"
         elif kind in CAUSAL_ATTENTION:
             why = f"is for decoders alone: {_CAUSAL_ONLY}"
         near = difflib.get_close_matches(kind, known, n=1) if why == "is unknown" else []

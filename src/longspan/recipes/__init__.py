@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from longspan.layers.registry import NOT_CAUSAL
 from longspan.recipes import (
     ablations,
     books,
@@ -88,6 +89,9 @@ ARENA = ("lra-listops", "lra-text")
 def find(name: str) -> Recipe:
     """The recipe of this name, or an error with the nearest name there is."""
     if name not in RECIPES:
+        kind = name.removeprefix("causal-")
+        if kind != name and kind in NOT_CAUSAL:
+            raise ValueError(f"recipe {name}: there is no causal {kind}: {NOT_CAUSAL[kind]}")
         raise ValueError(unknown(f"recipe {name}", name, {**RECIPES, **FINETUNING}))
     return RECIPES[name]()
 
