@@ -40,6 +40,10 @@ def test_not_from_a_call_without_numbers_nor_for_one(counted):
     with FakeTensorMode():
         assert isinstance(count(torch.zeros(1), 3)[0], FakeTensor)
     assert made == [3, 3, 3]
+    like = torch.zeros(1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        count(like, 4)
+    assert count(like, 4)[0].tolist() == [0, 1, 2, 3]
 
 
 def test_what_was_made_for_inference_serves_training(counted):

@@ -47,6 +47,8 @@ def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
                 return made
         with torch.inference_mode(False):  # for a backward pass too
             made = make(like.device, *numbers)
+        if any(type(tensor) is not Tensor for tensor in made):
+            return made  # in a mode that makes tensors without numbers, whatever it is given
         with lock:
             known[key] = made
             while len(known) > 1 and (len(known) > _MOST or _bytes(known) > _MOST_BYTES):
