@@ -368,8 +368,8 @@ def family(
     (pip install '.\\[bench-rivals]'), and the error of those that approximate softmax attention.
     Writes [bold]family-<device>.json[/] after every point and goes on where it stopped.
 
-    [bold]longspan bench family --quick[/] takes a minute or two;
-    [bold]longspan bench family --only window --only performer[/] narrows the field.
+    [bold]longspan bench family --quick[/] takes two or three minutes, all of it half an hour on a
+    CPU; [bold]longspan bench family --only window --only performer[/] narrows the field.
     """
     _bench("family", quick, device, dtype, threads, lengths, only or [], output, fresh)
 
