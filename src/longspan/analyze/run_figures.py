@@ -255,7 +255,7 @@ def _lines(axes: Axes, found: dict[str, Any], lines: dict[str, Any]) -> list[End
 
 
 def _finish(figure: Figure, panels: Any, ends: list[list[End]], found: dict[str, Any]) -> None:
-    figure.tight_layout(w_pad=2.5)
+    figure.tight_layout(w_pad=4.0)  # names reach beyond the axes
     for axes, its_ends in zip(panels, ends, strict=True):
         label_column(axes, its_ends)
     text = f"{found['machine']}; torch {found['versions']['torch']}"

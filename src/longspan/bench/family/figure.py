@@ -11,7 +11,7 @@ from longspan.bench import drawing
 from longspan.bench.benchmark import OUT_OF_MEMORY, PASSES, Pass
 from longspan.bench.family.cases import DECODERS, ENCODERS
 from longspan.bench.family.contenders import CONTENDERS
-from longspan.bench.labels import End, label_column
+from longspan.bench.labels import End, label_column, label_ends
 from longspan.bench.store import Results
 
 # By label, so that what is for encoders and for decoders looks the same in both.
@@ -23,12 +23,12 @@ COLOURS = {
     "Poolingformer": "#E69F00",
     "sparse, strided": "#009E73",
     "sparse, fixed": "#7FBF7B",
-    "adaptive span": "#1B7F9C",
+    "adaptive span": "#B2182B",
     "blockwise": "#56B4E9",
     "BP": "#B5A642",
     "Funnel": "#9AA0A6",
     "Shortformer": "#F28E8E",
-    "Cluster-Former": "#1B7F9C",
+    "Cluster-Former": "#B2182B",
     "Reformer": "#8B5A2B",
     "Routing": "#7A4FBF",
     "dense, SDPA": "#555555",
@@ -100,7 +100,8 @@ def _figure(results: Results) -> Figure | None:
                 drawing.memory_axis(axes)
     figure.tight_layout(w_pad=3.0, h_pad=2.0)
     for axes, its_ends in zip(panels.flatten(), ends, strict=True):
-        label_column(axes, its_ends)
+        label_column(axes, [end for end in its_ends if end.x == lengths[-1]])
+        label_ends(axes, [end for end in its_ends if end.x < lengths[-1]])
     size = next(case for case, _, _ in results.points)
     drawing.footer(figure, results, f"{size.heads} heads of {size.hidden // size.heads}")
     return figure
