@@ -83,7 +83,10 @@ def test_an_arena(tmp_path):
     assert [arm["kind"] for arm in found["arms"]] == ["performer"]
     assert found["published"]["performer"] == 18.01
     assert "| performer |" in (tmp_path / "out" / "lra-listops.md").read_text()
-    assert (tmp_path / "out" / "lra-listops.png").exists()
+    figure = tmp_path / "out" / "lra-listops.png"
+    figure.unlink()
+    assert "lra-listops: accuracy, %" in run("plot", tmp_path / "out" / "lra-listops.json")
+    assert figure.exists()
     assert "performer: done before" in run(*command)
 
 
@@ -131,6 +134,7 @@ def test_positions(text, tmp_path):
         (["plot", "cut.json"], "cut.json is not JSON"),
         (["plot", "none.json"], "none.json is no results file of longspan plot"),
         (["plot", "bare.json"], "its runs lack bits_per_character, characters_per_second, curve"),
+        (["plot", "failed.json"], "failed.json cannot be drawn: no kind of attention came to"),
         (["plot", "runs", "other.json"], "other.json is drawn as it is: give no other runs"),
         (["plot", "other.json", "--shared"], "other.json is drawn as it is: give no other runs"),
     ],
@@ -138,6 +142,7 @@ def test_positions(text, tmp_path):
 def test_mistakes_are_named(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"arms": []}')
+    (tmp_path / "failed.json").write_text('{"recipe": "lra-text", "arms": []}')
     (tmp_path / "cut.json").write_text('{"runs": [')
     (tmp_path / "none.json").write_text('{"runs": []}')
     (tmp_path / "bare.json").write_text('{"runs": [{"name": "tiny"}]}')

@@ -308,7 +308,7 @@ def _arena(
     jobs: int,
     shared: bool,
 ) -> None:
-    from longspan.analyze.arena import describe, draw, markdown, table
+    from longspan.analyze.arena import describe, markdown
     from longspan.recipes import FINETUNING
     from longspan.recipes.shrink import shrink_finetuning
     from longspan.tasks.kinds import study as carry_out
@@ -323,13 +323,20 @@ def _arena(
     write_json(folder / f"{name}.json", found)
     if found["arms"]:
         write_text(folder / f"{name}.md", markdown(found))
-        console.print(table(found))
-        for path in draw(found, folder / name):
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+        _show_arena(found, folder / name)
     for kind, reason in found["failed"].items():
         console.print(f"failed: {kind}: {reason}", markup=False, highlight=False)
     if found["failed"]:
         raise typer.Exit(1)
+
+
+def _show_arena(found: dict[str, Any], stem: Path) -> None:
+    from longspan.analyze.arena import draw, table
+
+    console = console_for_logs()
+    console.print(table(found))
+    for path in draw(found, stem):
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
 
 
 @commands.command()
@@ -338,7 +345,8 @@ def plot(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders of runs on the same text, or the JSON file of an earlier plot."
+            help="Folders of runs on the same text, or the JSON file of an earlier plot or a study "
+            "of lra."
         ),
     ],
     output: Annotated[
@@ -364,6 +372,7 @@ def plot(
     """
     from transformers.utils import logging
 
+    from longspan.analyze.arena import read_study
     from longspan.analyze.runs import Probe, read_results
 
     logging.disable_progress_bar()
@@ -373,7 +382,11 @@ def plot(
                 options = [name for name in context.params if _given(context, name)]
                 if options != ["runs"] or len(runs) > 1:
                     raise ValueError(f"{one} is drawn as it is: give no other runs nor options")
-                _show(read_results(one), one.with_suffix(""))
+                found = read_study(one)
+                if found is not None:
+                    _show_arena(found, one.with_suffix(""))
+                else:
+                    _show(read_results(one), one.with_suffix(""))
                 return
         _plot(runs, Probe(limit, rows, longest, tokens, step, step), data, output, shared=shared)
     except (ValueError, OSError) as error:

@@ -18,6 +18,7 @@ from longspan.bench.labels import End, label_column
 from longspan.bench.report import make_table, parameter_count
 from longspan.data import listops
 from longspan.tasks.kinds import Study
+from longspan.train.checkpoint import read_json
 
 CITED = "Tay et al., Long Range Arena, ICLR 2021, Table 1"
 # Accuracy in per cent by kind: its name there, ListOps, Text.
@@ -66,6 +67,19 @@ def describe(result: Study, shared: bool = False) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "made": [one for place, one in enumerate(made) if one not in made[:place]],
     }
+
+
+def read_study(path: Path) -> dict[str, Any] | None:
+    """What `describe` gave, from the file it was written to; None of a file of something else."""
+    try:
+        found = read_json(path)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("recipe") not in _COLUMN:
+        return None
+    if not found["arms"]:
+        raise ValueError(f"{path} cannot be drawn: no kind of attention came to its end")
+    return found
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
