@@ -45,8 +45,10 @@ class AdaptiveSpanAttention(Refreshed, CausalAttention):
         super().__init__(dim, heads, dropout=dropout, bias=bias, base=base, norm_keys=norm_keys)
         if longest < 0 or ramp < 1:
             raise ValueError(f"longest={longest} must not be negative, ramp={ramp} at least 1")
-        if not 0.0 <= start <= 1.0 or cost < 0:
-            raise ValueError(f"start={start} must be from 0 to 1, cost={cost} not negative")
+        if not 0.0 <= start <= 1.0 or not 0.0 <= cost < math.inf:
+            raise ValueError(
+                f"start={start} must be from 0 to 1, cost={cost} not negative, and finite"
+            )
         self.longest, self.ramp, self.cost = longest, ramp, cost
         self.share = nn.Parameter(torch.full((heads,), start))
 

@@ -5,6 +5,7 @@ them, and its state, which stands for these. It returns what it made of the toke
 output projection, and its next state. Nothing in the module changes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -134,8 +135,8 @@ class CausalAttention(nn.Module):
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
         if base is not None and (dim // heads) % 2:
             raise ValueError(f"rotary positions need an even head size, not {dim // heads}")
-        if base is not None and not base > 0:
-            raise ValueError(f"base={base} of the rotary angles must be above 0")
+        if base is not None and not 0 < base < math.inf:
+            raise ValueError(f"base={base} of the rotary angles must be above 0, and finite")
         self.dim, self.heads, self.dropout, self.base = dim, heads, dropout, base
         self.norm_keys = norm_keys
         self.qkv = nn.Linear(dim, (2 if shared else 3) * dim, bias=bias)

@@ -1,5 +1,6 @@
 """What the layers share whose attention is defined over one document, from its first token on."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +51,10 @@ class DocumentAttention(AttentionLayer):
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim={dim} is not divisible by heads={heads}")
-        if rotary is not None and (rotary <= 0 or dim // heads % 2):
+        if rotary is not None and (not 0 < rotary < math.inf or dim // heads % 2):
             raise ValueError(
-                f"rotary={rotary} must be above 0, and the head size, here {dim // heads}, even"
+                f"rotary={rotary} must be above 0 and finite, and the head size, here "
+                f"{dim // heads}, even"
             )
         self.heads, self.head_dim = heads, dim // heads
         self.dropout, self.rotary = dropout, rotary

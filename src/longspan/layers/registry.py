@@ -88,6 +88,10 @@ def _build(
 ) -> Any:
     options = dict(shared) | dict(setting)
     kind = options.pop("kind", "window")
+    if not isinstance(kind, str):
+        raise ValueError(
+            f"kind={kind!r} of attention must be a name; choose from {', '.join(known)}"
+        )
     if kind not in known:
         why = "is unknown"
         if kind in ATTENTION:
