@@ -139,7 +139,8 @@ class _Stack(torch.autograd.Function):
             with torch.enable_grad():
                 given = given.detach().requires_grad_()
                 out, *beside = half(given)
-                pairs = [(out, gradient), *((one, to_beside.pop()) for one in beside)]
+                own = [to_beside.pop() for _ in beside][::-1]
+                pairs = [(out, gradient), *zip(beside, own, strict=True)]
                 made, wanted = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
                 inputs = [given, *ctx.weights]
                 found = torch.autograd.grad(made, inputs, wanted, allow_unused=True)
