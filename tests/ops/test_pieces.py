@@ -123,3 +123,27 @@ def test_what_many_blocks_add_to_a_key_is_added_up_precisely(scores, compiled, m
     found, allowed = gradients(by_blocks, torch.bfloat16), gradients(plain, torch.bfloat16)
     for one, other, right in zip(found, allowed, exact, strict=True):
         assert (one - right).norm() <= 2 * (other - right).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [5, 24])
+def test_pieces_that_know_their_gradients_are_as_exact(dtype, head_dim, monkeypatch):
+    """With lists for each head, keys that nobody may see, and queries that see nothing."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 43, 3, head_dim).to(dtype) for _ in range(3)]
+    weight = torch.randn_like(tensors[0])
+    listed_keys = torch.randint(-1, 43, (1, 3, 11, 9))
+    listed_keys[:, 1, 4] = -1
+    valid = torch.arange(43) % 5 != torch.tensor([[1], [7]])
+
+    def gradients(scores, dtype):
+        monkeypatch.setattr(listed, "_CPU_SCORES", scores)
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        out = listed_attention(*leaves, listed_keys, size=4, valid=valid)
+        return [out, *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+    found, exact = gradients(1, dtype), gradients(10**9, DTYPE)
+    assert not found[0][:, 16:20, 1].any()
+    assert not found[1][:, 16:20, 1].any()
+    for one, other, right in zip(found, gradients(10**9, dtype), exact, strict=True):
+        assert (one - right).norm() <= 2 * (other - right).norm() + 1e-7 * right.norm()

@@ -2,9 +2,8 @@
 
 Each block of neighbouring queries has its own list of keys, anywhere in the text; what is asked is
 softmax attention of these queries to these keys. On a GPU the kernels of `listed_fused` compute it.
-Elsewhere plain PyTorch takes a few blocks at a time and, while gradients are wanted, computes them
-again in the backward pass, so that memory is linear in the number of tokens as long as lists do not
-grow with it.
+Elsewhere plain PyTorch takes a few blocks at a time and keeps no scores of them for the backward
+pass, so that memory is linear in the number of tokens as long as lists do not grow with it.
 """
 
 import math
@@ -134,7 +133,10 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
     if by_torch(pieces) and torch.is_grad_enabled():  # it adds up in the precision that keys have
         k, v = (t.to(wide(t)) for t in (k, v))
     learned = () if asked.spans is None else (asked.spans,)
-    out = in_pieces(pieces, 2, q, k, v, *learned, random=asked.dropout_p > 0)
+    random = asked.dropout_p > 0
+    # Torch's own kernel for a CPU, which may be asked for gradients without being asked again.
+    knowing = query.device.type == "cpu" and not random and not learned and key.shape == value.shape
+    out = in_pieces(pieces, 2, q, k, v, *learned, random=random, knowing=knowing)
     return out.flatten(2, 3)[:, :, :queries].transpose(1, 2)
 
 
@@ -187,23 +189,56 @@ class _Blocks(NamedTuple):
         return row * keys + at
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        batch, heads = query.shape[:2]
-        asked = self.asked
         key, value = key.to(query.dtype), value.to(query.dtype)
-        mask, blank = self._seen(query, *learned) if asked.at is None else self._seen_before()
-        if mask.shape[0] > 1 or mask.shape[1] > 1:
-            mask = mask.expand(batch, heads, *mask.shape[2:])
-        else:
-            mask = mask.expand(1, 1, *mask.shape[2:])
+        mask, blank = self._mask(query, *learned)
         # Backward nobody says which precision forward was asked for.
         with torch.autocast(query.device.type, enabled=False):
             out = scaled_dot_product_attention(
                 *(t.flatten(0, 1) for t in (query, key, value)),
-                attn_mask=mask.flatten(0, 1),
-                dropout_p=asked.dropout_p,
-                scale=asked.scale,
+                attn_mask=mask,
+                dropout_p=self.asked.dropout_p,
+                scale=self.asked.scale,
             )
-        return out.unflatten(0, (batch, heads)).masked_fill(blank, 0.0)
+        return out.unflatten(0, query.shape[:2]).masked_fill(blank, 0.0)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        bias, blank = self._bias(query)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(t.flatten(0, 1) for t in (query, key, value)),
+            attn_mask=bias,
+            scale=self.asked.scale,
+        )
+        return out.unflatten(0, query.shape[:2]).masked_fill(blank, 0.0), lse
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        kept: Tensor,
+    ) -> Sequence[Tensor]:
+        bias, blank = self._bias(query)
+        gradient = gradient.masked_fill(blank, 0.0)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(t.flatten(0, 1) for t in (gradient, query, key, value, out)),
+            *(kept, 0.0, False),
+            attn_mask=bias,
+            scale=self.asked.scale,
+        )
+        return [t.unflatten(0, query.shape[:2]) for t in found]
+
+    def _bias(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        mask, blank = self._mask(query)
+        bias = torch.zeros_like(mask, dtype=query.dtype)
+        return bias.masked_fill_(~mask, -torch.inf), blank
+
+    def _mask(self, query: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor]:
+        """What `_seen` returns, the mask for batch rows and heads as one dimension."""
+        mask, blank = self._seen(query, *learned) if self.asked.at is None else self._seen_before()
+        rows = query.shape[:2] if mask.shape[0] > 1 or mask.shape[1] > 1 else (1, 1)
+        return mask.expand(*rows, *mask.shape[2:]).flatten(0, 1), blank
 
     def _seen(self, query: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor]:
         """A mask or what is added to scores [..., blocks, size or 1, count], and which queries see

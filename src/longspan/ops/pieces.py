@@ -1,7 +1,9 @@
-"""Attention piece by piece, each computed once more in the backward pass: memory of one piece.
+"""Attention piece by piece, without what grows as queries times keys: memory of one piece.
 
-Torch's checkpoints would do that, too, but return for every piece a gradient of all keys, nearly
-all of it zeros, which takes time as the square of the text. Here pieces add to one.
+In the backward pass a piece is computed once more, or, if it can do without, from what came out of
+it and the log-sum-exps of its rows. Torch's checkpoints would compute them again, too, but return
+for every piece a gradient of all keys, nearly all of it zeros, which takes time as the square of
+the text. Here pieces add to one.
 """
 
 from collections.abc import Sequence
@@ -35,6 +37,26 @@ class Piece(Protocol):
         ...
 
 
+class KnowingPiece(Piece, Protocol):
+    """One that knows its gradients."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What `attend` returns, and what has to be kept beside it."""
+        ...
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        kept: Tensor,
+    ) -> Sequence[Tensor]:
+        """Gradients of query, key and value."""
+        ...
+
+
 def in_pieces(
     pieces: Sequence[Piece],
     dim: int,
@@ -43,12 +65,15 @@ def in_pieces(
     value: Tensor,
     *learned: Tensor,
     random: bool,
+    knowing: bool = False,
 ) -> Tensor:
     """What all pieces make of queries that are cut along `dim`, shaped as these; differentiable
-    once. `learned` is what else has gradients; `random`: they draw numbers."""
+    once. `learned` is what else has gradients; `random`: they draw numbers; `knowing`: they are
+    `KnowingPiece`s, and neither is so."""
     tensors = query, key, value, *learned
     if not by_torch(pieces):
-        return _Pieces.apply(pieces, dim, random, *tensors)
+        which: Any = _KnowingPieces if knowing else _Pieces
+        return which.apply(pieces, dim, random, *tensors)
     if len(pieces) == 1:
         return _attend(pieces[0], dim, *tensors)
     parts = [checkpoint(_attend, one, dim, *tensors, use_reentrant=False) for one in pieces]
@@ -90,8 +115,7 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():  # by create_graph; torch's own decorator may say nothing
-            raise RuntimeError("attention in pieces: gradients can be taken once, not of gradients")
+        _refuse_second()
         query, key, value, *learned = ctx.saved_tensors
         learned = [t.detach().requires_grad_() for t in learned]
         by_query = torch.empty_like(query)
@@ -114,3 +138,38 @@ class _Pieces(torch.autograd.Function):
         tensors = key, value, *learned
         found = [total.to(t.dtype) for total, t in zip(sums, tensors, strict=True)]
         return None, None, None, by_query, *found
+
+
+class _KnowingPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pieces: Sequence[KnowingPiece], dim: int, random: bool, *tensors: Tensor
+    ) -> Tensor:
+        query, key, value = tensors
+        out, kept = torch.empty_like(query), []
+        for piece in pieces:
+            part, own = piece.forward(_cut(query, dim, piece), *piece.take(key, value))
+            _cut(out, dim, piece)[...] = part
+            kept.append(own)
+        ctx.save_for_backward(*tensors, out, *kept)
+        ctx.pieces, ctx.dim = pieces, dim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse_second()
+        query, key, value, out, *kept = ctx.saved_tensors
+        by_query = torch.empty_like(query)
+        sums = [t.new_zeros(t.shape, dtype=wide(t)) for t in (key, value)]
+        for piece, own in zip(ctx.pieces, kept, strict=True):
+            sent, asked, made = (_cut(t, ctx.dim, piece) for t in (gradient, query, out))
+            found = piece.backward(sent, asked, *piece.take(key, value), made, own)
+            _cut(by_query, ctx.dim, piece)[...] = found[0]
+            piece.add(sums, found[1:])
+        by_key, by_value = (total.to(t.dtype) for total, t in zip(sums, (key, value), strict=True))
+        return None, None, None, by_query, by_key, by_value
+
+
+def _refuse_second() -> None:
+    if torch.is_grad_enabled():  # by create_graph; torch's own decorator may say nothing
+        raise RuntimeError("attention in pieces: gradients can be taken once, not of gradients")
