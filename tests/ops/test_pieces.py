@@ -138,8 +138,8 @@ def test_pieces_that_know_their_gradients_are_as_exact(dtype, head_dim, monkeypa
 
     def gradients(scores, dtype):
         monkeypatch.setattr(listed, "_CPU_SCORES", scores)
-        leaves = [t.to(dtype).requires_grad_() for t in tensors]
-        out = listed_attention(*leaves, listed_keys, size=4, valid=valid)
+        leaves = query, key, value = [t.to(dtype).requires_grad_() for t in tensors]
+        out = listed_attention(query, key, value, listed_keys, size=4, valid=valid)
         return [out, *torch.autograd.grad(out, leaves, weight.to(dtype))]
 
     found, exact = gradients(1, dtype), gradients(10**9, DTYPE)
