@@ -69,11 +69,12 @@ def in_pieces(
 ) -> Tensor:
     """What all pieces make of queries that are cut along `dim`, shaped as these; differentiable
     once. `learned` is what else has gradients; `random`: they draw numbers; `knowing`: they are
-    `KnowingPiece`s, and neither is so."""
+    `KnowingPiece`s, which draw nothing and learn nothing else."""
     tensors = query, key, value, *learned
     if not by_torch(pieces):
-        which: Any = _KnowingPieces if knowing else _Pieces
-        return which.apply(pieces, dim, random, *tensors)
+        if knowing:
+            return _KnowingPieces.apply(pieces, dim, query, key, value)
+        return _Pieces.apply(pieces, dim, random, *tensors)
     if len(pieces) == 1:
         return _attend(pieces[0], dim, *tensors)
     parts = [checkpoint(_attend, one, dim, *tensors, use_reentrant=False) for one in pieces]
@@ -143,15 +144,19 @@ class _Pieces(torch.autograd.Function):
 class _KnowingPieces(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, pieces: Sequence[KnowingPiece], dim: int, random: bool, *tensors: Tensor
+        ctx: Any,
+        pieces: Sequence[KnowingPiece],
+        dim: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
     ) -> Tensor:
-        query, key, value = tensors
         out, kept = torch.empty_like(query), []
         for piece in pieces:
             part, own = piece.forward(_cut(query, dim, piece), *piece.take(key, value))
             _cut(out, dim, piece)[...] = part
             kept.append(own)
-        ctx.save_for_backward(*tensors, out, *kept)
+        ctx.save_for_backward(query, key, value, out, *kept)
         ctx.pieces, ctx.dim = pieces, dim
         return out
 
@@ -167,7 +172,7 @@ class _KnowingPieces(torch.autograd.Function):
             _cut(by_query, ctx.dim, piece)[...] = found[0]
             piece.add(sums, found[1:])
         by_key, by_value = (total.to(t.dtype) for total, t in zip(sums, (key, value), strict=True))
-        return None, None, None, by_query, by_key, by_value
+        return None, None, by_query, by_key, by_value
 
 
 def _refuse_second() -> None:
